@@ -1,0 +1,61 @@
+"""Every error gyre-transport raises derives from `TransportError`."""
+
+
+class TransportError(Exception):
+    """Base of the package's errors; the message names what was expected, what came and the remedy."""
+
+
+class ConfigError(TransportError):
+    """A configuration file or override is wrong."""
+
+
+class BusError(TransportError):
+    """A message could not be exchanged."""
+
+
+class DeadlineExceeded(BusError):
+    """No answer came before the deadline; the request may or may not have been carried out."""
+
+
+class RemoteError(BusError):
+    """The peer's handler refused or failed.
+
+    `kind` is the peer's exception class name, so that a caller can tell refusals apart without sharing classes.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+        self.message = message
+
+
+class ProtocolError(BusError):
+    """Bytes that do not decode as the protocol expected here."""
+
+
+class PublisherSilent(BusError):
+    """A publisher sent neither message nor heartbeat for longer than the subscriber allows."""
+
+
+class ProcessError(TransportError):
+    """A child process could not be started, did not become ready, or ended before it should."""
+
+
+class DataError(TransportError):
+    """Registered memory could not be read."""
+
+
+class StaleDescriptor(DataError):
+    """The memory behind a descriptor was deregistered, or its process ended or restarted."""
+
+
+class StaleVersion(DataError):
+    """A snapshot's version has moved on; ask for the current manifest."""
+
+
+class ShapeMismatch(DataError):
+    """The destination's size, dtype or shape differs from what was registered, or it is not contiguous."""
+
+
+class ChecksumMismatch(DataError):
+    """Bytes arrived that are not the bytes that were published."""

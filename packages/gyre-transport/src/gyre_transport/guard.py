@@ -1,0 +1,98 @@
+"""Run a foreign program and end its whole process tree when it ends, when told to, or when the parent dies.
+
+    python -m gyre_transport.guard PROGRAM [ARGUMENT …]     (started by `gyre_transport.process.Child`)
+
+The guard is a child subreaper: a process that PROGRAM leaves behind, daemons included, becomes the guard's child and is
+ended with the rest. Exit code: PROGRAM's (128 + signal if a signal ended it; 127 if it could not be started).
+Only the standard library is imported: a guard runs beside every harness.
+"""
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+
+_PR_SET_CHILD_SUBREAPER = 36
+_GRACE = 5.0
+
+
+def _children() -> list[int]:
+    """Pids whose parent is this process."""
+    found = []
+    me = str(os.getpid())
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as f:
+                    fields = f.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[1] == me:
+                found.append(int(name))
+    return found
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _end_tree(program: "subprocess.Popen[bytes]", grace: float) -> None:
+    """SIGTERM the program's session, then SIGKILL whatever is left until nothing is."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGTERM)
+    end = time.monotonic() + grace
+    while program.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    for _ in range(200):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.poll()
+        _reap()
+        left = _children()
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def main(argv: list[str]) -> int:
+    """Run `argv`; see the module's docstring."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    parent = int(os.environ.pop("GYRE_PARENT_FD", "-1"))
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
+    signal.signal(signal.SIGINT, lambda number, _: stop.append(number))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        program = subprocess.Popen(argv, start_new_session=True)
+    except OSError as e:
+        print(f"guard: cannot start {argv[0]!r}: {e.strerror}", file=sys.stderr)  # noqa: T201
+        return 127
+    watched = selectors.DefaultSelector()
+    watched.register(wake_read, selectors.EVENT_READ)
+    if parent >= 0:
+        watched.register(parent, selectors.EVENT_READ)
+    while program.poll() is None and not stop:
+        for key, _ in watched.select():
+            if not os.read(key.fd, 512) and key.fd == parent:
+                stop.append(signal.SIGTERM)
+    _end_tree(program, _GRACE)
+    code = program.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

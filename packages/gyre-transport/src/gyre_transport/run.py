@@ -1,0 +1,96 @@
+"""What every process of a run must agree on: its config file, its directory, its addresses, its batches.
+
+Sections of the resolved config: [run], [batch] and [bus] (here); each package owns its own others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from gyre_transport.config import load, section
+from gyre_transport.errors import ConfigError
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[run]"""
+
+    dir: str  # absolute in the resolved config
+    name: str = "run"
+    seed: int = 0
+    steps: int = 1  # optimizer steps, a multiple of batch.per_burst
+
+
+class BatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[batch]"""
+
+    groups: int = 4  # groups an optimizer step trains on
+    group_size: int = 8  # G, executions a task
+    per_burst: int = 2  # batches dispatched together; staleness is per_burst - 1
+
+    @property
+    def executions(self) -> int:
+        """Executions of one batch."""
+        return self.groups * self.group_size
+
+    @property
+    def burst(self) -> int:
+        """Executions of one burst."""
+        return self.executions * self.per_burst
+
+
+class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[bus]: where services listen. ipc: sockets in `dir` (a short path: at most about 80 characters). tcp: `ports`
+    names a port for each service on `host`."""
+
+    kind: Literal["ipc", "tcp"] = "ipc"
+    dir: str = ""
+    host: str = "127.0.0.1"
+    ports: dict[str, int] = {}
+
+    def address(self, service: str) -> str:
+        """ZeroMQ address of `service`: scheduler, scheduler.events, feed, feed.intake, agent-<cell>."""
+        if self.kind == "ipc":
+            if not self.dir:
+                raise ConfigError("bus.dir is empty: name a directory for the ipc sockets")
+            return f"ipc://{self.dir}/{service}"
+        try:
+            return f"tcp://{self.host}:{self.ports[service]}"
+        except KeyError:
+            raise ConfigError(f"bus.ports names no port for {service!r}, only {sorted(self.ports)}; add it") from None
+
+
+class RunDir:
+    """Paths in a run directory."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.ledger = self.path / "ledger.sqlite"
+        self.calls = self.path / "calls"  # <execution>.gtraj
+        self.journal = self.path / "sched" / "journal"
+        self.checkpoints = self.path / "checkpoints"  # step-<n>/
+        self.metrics = self.path / "metrics"  # steps.jsonl, proxy.json
+        self.logs = self.path / "logs"
+        self.workspaces = self.path / "workspaces"  # one folder an execution
+        self.policy = self.path / "policy"  # the trained policy, a Hugging Face folder
+        self.secret = self.path / "secret"  # 0600; signs execution keys
+        self.summary = self.path / "summary.json"
+
+    def log(self, execution: str) -> Path:
+        """The call log of an execution."""
+        return self.calls / f"{execution}.gtraj"
+
+
+class Context:
+    """A process's view of the resolved config."""
+
+    def __init__(self, config: Path) -> None:
+        self.data: dict[str, Any] = load(config)
+        self.run = section(self.data, "run", RunConfig)
+        self.batch = section(self.data, "batch", BatchConfig)
+        self.bus = section(self.data, "bus", BusConfig)
+        self.dir = RunDir(self.run.dir)
+        self.config_path = config
