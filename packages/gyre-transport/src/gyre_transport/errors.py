@@ -13,8 +13,12 @@ class BusError(TransportError):
     """A message could not be exchanged."""
 
 
-class DeadlineExceeded(BusError):
-    """No answer came before the deadline; the request may or may not have been carried out."""
+class DataError(TransportError):
+    """Registered memory could not be read."""
+
+
+class DeadlineExceeded(BusError, DataError):
+    """No answer, or not all bytes, came before the deadline; a request may or may not have been carried out."""
 
 
 class RemoteError(BusError):
@@ -41,8 +45,8 @@ class ProcessError(TransportError):
     """A child process could not be started, did not become ready, or ended before it should."""
 
 
-class DataError(TransportError):
-    """Registered memory could not be read."""
+class Unreachable(DataError):
+    """Registered memory is there, but cannot be read from here: another machine, another user, or the kernel refuses."""
 
 
 class StaleDescriptor(DataError):
