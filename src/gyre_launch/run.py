@@ -1,0 +1,96 @@
+"""One run, from the config file to the summary.
+
+    resolve ─▶ preflight ─▶ RUN/config.toml ─▶ start ─▶ watch (progress beside it) ─▶ stop ─▶ RUN/summary.json
+
+The same `stop` ends a finished run, a failed one and an interrupted one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+from gyre_launch import preflight, summary
+from gyre_launch.config import Resolved
+from gyre_launch.errors import LaunchError, RunFailed
+from gyre_launch.plan import plan
+from gyre_launch.progress import Progress
+from gyre_launch.supervisor import Supervisor
+from gyre_transport.run import Context
+
+
+def prepare(resolved: Resolved) -> Context:
+    """Check, then create the run directory with its config. Raises `LaunchError`."""
+    preflight.check(resolved)
+    run_dir = Path(resolved.run.dir)
+    try:
+        for folder in ("logs", "metrics", "calls"):
+            (run_dir / folder).mkdir(parents=True, exist_ok=True)
+        resolved.write(run_dir / "config.toml")
+        if resolved.bus.kind == "ipc":
+            Path(resolved.bus.dir).mkdir(mode=0o700, parents=True)
+    except OSError as e:
+        raise LaunchError(f"cannot create the run directory {str(run_dir)!r}: {e.strerror}; set run.dir") from e
+    return Context(run_dir / "config.toml")
+
+
+async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
+    """Run to the end and return the summary (also in summary.json). Raises `RunFailed` and transport errors.
+
+    SIGINT and SIGTERM stop everything in order and raise `RunFailed` that says what can be resumed.
+    """
+    progress = Progress(context)
+    planned = plan(context.config_path, resolved.sched.cells, resolved.engine.start_timeout + 60)
+    supervisor = Supervisor(context, planned, progress.say)
+    loop = asyncio.get_running_loop()
+    main = asyncio.create_task(_main(supervisor))
+    stopped: list[signal.Signals] = []
+
+    def interrupt(number: signal.Signals) -> None:
+        if stopped:
+            progress.say("still stopping; processes end by themselves when this one is killed")
+            return
+        stopped.append(number)
+        progress.say("stopping in order: runner, cells, proxy, feed, scheduler")
+        main.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt, number)
+    watching = asyncio.create_task(progress.follow())
+    try:
+        await main
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        raise RunFailed(f"stopped by {stopped[0].name}; {resumable(context)}") from None
+    finally:
+        await supervisor.stop()
+        await progress.finish(watching)
+        if resolved.bus.kind == "ipc":
+            shutil.rmtree(resolved.bus.dir, ignore_errors=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    result = summary.build(context.dir)
+    summary.write(result, context.dir.summary)
+    return result
+
+
+async def _main(supervisor: Supervisor) -> None:
+    await supervisor.start()
+    await supervisor.watch()
+
+
+def resumable(context: Context) -> str:
+    """What an interrupted run leaves behind, in words."""
+    kept = sorted(context.dir.checkpoints.glob("step-*"), key=lambda p: int(p.name.partition("-")[2] or -1))
+    with contextlib.suppress(OSError):
+        logs = len(list(context.dir.calls.glob("*.gtraj")))
+        found = f"{logs} call logs in {str(context.dir.calls)!r}"
+        if not kept:
+            return f"no checkpoint was complete; {found}"
+        return f"the last complete checkpoint is {str(kept[-1])!r}; {found}"
+    return "nothing was kept"
