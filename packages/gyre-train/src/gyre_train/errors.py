@@ -27,3 +27,7 @@ class LayoutMismatch(TrainError):
 
 class AgentLost(TrainError):
     """The cell agent has not answered for longer than allowed."""
+
+
+class FeedError(TrainError):
+    """A request does not fit what the feed holds."""

@@ -1,0 +1,1 @@
+"""The feed: everything between a finished execution and a micro-step. See `gyre_train.feed.service`."""

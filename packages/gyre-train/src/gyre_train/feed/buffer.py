@@ -1,0 +1,139 @@
+"""The trajectory buffer: submissions in, complete groups out, in the order in which they became complete.
+
+    Submit ──▶ group collecting ──all members, or group_timeout──▶ complete: number n
+                                                                   batch k is made of groups [k·G, (k+1)·G)
+
+Membership of a batch is therefore decided by arrival alone, whenever the batch is opened, and again the same when it is
+replayed. A group none of whose members may be trained keeps its place: a run of N batches needs N·G groups, no more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gyre_traj.intake import Accepted, Ending, Fate, FateList, Submit
+
+from gyre_train.errors import FeedError
+
+
+@dataclass(slots=True)
+class Group:
+    """The executions of one task that are compared with each other."""
+
+    name: str
+    task: str
+    size: int  # members dispatched
+    since: float  # arrival of its first member
+    members: list[Submit] = field(default_factory=list)  # in order of arrival
+    complete: bool = False
+
+
+class Buffer:
+    """What was submitted and what became of it. `now` is seconds on any monotonic clock."""
+
+    def __init__(self, *, group_timeout: float | None = None, max_groups: int = 4096) -> None:
+        self.complete: list[Group] = []  # in order of completion; entry n is group number n
+        self.released = 0  # groups [0, released) are trained: their members are known by id only
+        self._timeout = group_timeout
+        self._max_groups = max_groups
+        self._groups: dict[str, Group] = {}
+        self._seen: set[str] = set()
+        self._fates: list[Fate] = []
+        self._fated: set[str] = set()
+        self.trained = 0
+        self.excluded = 0
+
+    def submit(self, message: Submit, now: float) -> Accepted:
+        """Take a finished execution in; a second submission changes nothing. Raises `FeedError`."""
+        if message.execution in self._seen:
+            return Accepted(execution=message.execution, duplicate=True)
+        check(message)
+        group = self._groups.get(message.group)
+        if group is None:
+            if len(self._groups) - self.released >= self._max_groups:
+                raise FeedError(
+                    f"{self._max_groups} groups wait to be trained already; submit {message.execution!r} again later, "
+                    "or raise feed.max_groups"
+                )
+            group = Group(message.group, message.task, message.group_size, now)
+        elif message.group_size != group.size:
+            raise FeedError(
+                f"execution {message.execution!r} says its group {group.name!r} has {message.group_size!r} members, "
+                f"an earlier one said {group.size!r}; a group's size may not change"
+            )
+        self._groups[group.name] = group
+        self._seen.add(message.execution)
+        if group.complete:
+            self.exclude(message.execution, f"it came after its group {group.name!r} was closed")
+            return Accepted(execution=message.execution)
+        group.members.append(message)
+        if len(group.members) == group.size:
+            self._close(group)
+        return Accepted(execution=message.execution)
+
+    def expire(self, now: float) -> tuple[Group, ...]:
+        """Close groups whose members have not all come within the timeout; returns those that were."""
+        if self._timeout is None:
+            return ()
+        late = tuple(g for g in self._groups.values() if not g.complete and now > g.since + self._timeout)
+        for group in late:
+            self._close(group)
+        return late
+
+    def _close(self, group: Group) -> None:
+        group.complete = True
+        self.complete.append(group)
+
+    def release(self, number: int) -> None:
+        """Groups below `number` will never be needed again: forget what they held."""
+        for group in self.complete[self.released : number]:
+            group.members.clear()
+        self.released = max(self.released, number)
+
+    # --- fates -----------------------------------------------------------------------------------------------------
+
+    def exclude(self, execution: str, reason: str) -> None:
+        """The execution is in no batch and no baseline."""
+        if self._decide(Fate(execution=execution, reason=reason)):
+            self.excluded += 1
+
+    def train(self, execution: str, step: int, reason: str = "") -> None:
+        """The execution was part of E in optimizer step `step` (the first is 1)."""
+        if self._decide(Fate(execution=execution, step=step, reason=reason)):
+            self.trained += 1
+
+    def _decide(self, fate: Fate) -> bool:
+        """Every execution ends once: a replayed batch says again what is known already."""
+        if fate.execution in self._fated:
+            return False
+        self._fated.add(fate.execution)
+        self._fates.append(fate)
+        return True
+
+    def fates(self, since: int) -> FateList:
+        """The fates decided after the first `since`."""
+        if since < 0:
+            raise FeedError(f"fates are counted from 0, got since={since!r}")
+        return FateList(fates=tuple(self._fates[since:]), total=len(self._fates))
+
+
+def admitted(message: Submit) -> bool:
+    """Whether the ending lets an execution into its batch: scored, or a placeholder."""
+    return message.outcome.ending in (Ending.SCORED, Ending.NOTHING_TO_SCORE)
+
+
+def check(message: Submit) -> None:
+    """Refuse a submission that contradicts itself. Raises `FeedError`."""
+    outcome = message.outcome
+    if (outcome.score is not None) != (outcome.ending is Ending.SCORED):
+        raise FeedError(
+            f"execution {message.execution!r} ended {outcome.ending.value!r} with score {outcome.score!r}; "
+            "a score belongs to 'scored' and to nothing else"
+        )
+    if outcome.score is not None and not (math.isfinite(outcome.score) and 0.0 <= outcome.score <= 1.0):
+        raise FeedError(f"execution {message.execution!r} has score {outcome.score!r}; a score lies in [0, 1]")
+    if message.group_size < 1:
+        raise FeedError(f"execution {message.execution!r} has group_size {message.group_size!r}; it is at least 1")
+    if not (message.execution and message.group):
+        raise FeedError("a submission names its execution and its group; one of them is empty")

@@ -1,0 +1,92 @@
+"""One line a step: what went into it, who computed it, what came out. `metrics/steps.jsonl` in the run directory."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gyre_train.feed.leases import Step
+from gyre_train.feed.prepare import Fated, PreparedExecution, PreparedGroup
+from gyre_train.protocol import CloseBatch
+
+
+def step_record(
+    *,
+    batch: int,
+    version: int,
+    groups: Iterable[PreparedGroup],
+    steps: Iterable[Step],
+    tokens_computed: int,
+    returned: int,
+    seconds: float,
+    close: CloseBatch,
+) -> dict[str, Any]:
+    """The record of a closed batch; keys are described in the package's README.
+
+    version: the weights the batch was trained on. seconds: from open to close.
+    """
+    groups = list(groups)
+    members = [m for g in groups for m in g.executions]
+    inside = [m for m in members if m.fated is not Fated.EXCLUDED]
+    targets = sum(m.targets for m in inside)
+    behaviour = sum(m.version_sum for m in inside)
+    left_out: Counter[str] = Counter()
+    for m in inside:
+        left_out.update(m.left_out)
+    cells: Counter[int] = Counter()
+    sums: Counter[str] = Counter()
+    for step in steps:
+        if step.cell is not None:
+            cells[step.cell] += 1
+        for name, value in step.metrics.items():
+            sums[name] += value  # type: ignore[assignment]
+    computed = sums.pop("targets", 0)
+    return {
+        "step": batch + 1,
+        "version": version,
+        "new_version": close.version,
+        "groups": [g.name for g in groups],
+        "executions": len(inside),
+        "excluded": len(members) - len(inside),
+        "excluded_reasons": dict(Counter(m.reason for m in members if m.fated is Fated.EXCLUDED)),
+        "missing": sum(g.missing for g in groups),
+        "placeholders": sum(m.fated is Fated.PLACEHOLDER for m in inside),
+        "mean_score": sum(m.score for m in inside) / len(inside) if inside else None,
+        "trajectories": sum(m.trajectories for m in inside),
+        "tokens_total": sum(m.tokens_total for m in inside),
+        "tokens_unique": sum(m.tokens_unique for m in inside),
+        "tokens_computed": tokens_computed,
+        "targets": targets,
+        "targets_computed": int(computed),
+        "zero_advantage_executions": sum(_zero(m) for m in inside),
+        "left_out": dict(left_out),
+        "staleness": version - behaviour / targets if targets else None,
+        "micro_steps": {str(cell): n for cell, n in sorted(cells.items())},
+        "micro_steps_returned": returned,
+        "loss": close.loss,
+        "grad_norm": close.grad_norm,
+        "learning_rate": close.learning_rate,
+        "seconds": seconds,
+        "optimizer_seconds": close.seconds,
+        "checkpoint": close.checkpoint,
+        "sums": dict(sums),
+        "means": {name: value / computed for name, value in sums.items()} if computed else {},
+    }
+
+
+def _zero(execution: PreparedExecution) -> bool:
+    return execution.fated is Fated.TRAINED and execution.advantage == 0.0
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Append one JSON line and flush it to the disk; a number that is not finite becomes null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as f:
+        f.write(msgspec.json.encode(record) + b"\n")
+        f.flush()
+        os.fsync(f.fileno())
