@@ -1,0 +1,37 @@
+"""Every error gyre-traj raises derives from `TrajError`."""
+
+
+class TrajError(Exception):
+    """Base of the package's errors; the message names what was expected, what came and the remedy."""
+
+
+class LogError(TrajError):
+    """A call log cannot be opened, read or written."""
+
+
+class NotALog(LogError):
+    """The file is not a call log, or its format is newer than this package reads."""
+
+
+class CorruptLog(LogError):
+    """A record inside the log, not its tail, fails its checksum or does not decode."""
+
+
+class BrokenCall(TrajError):
+    """A call record contradicts itself or the calls before it; nothing was changed."""
+
+
+class UnknownCall(TrajError):
+    """A call id that is not in this log or tree; parents must come before their children."""
+
+
+class BadOutcome(TrajError):
+    """An outcome whose score and ending contradict each other, or whose score is outside [0, 1]."""
+
+
+class BadRow(TrajError):
+    """A row or packed micro-step whose arrays do not fit together."""
+
+
+class BadChoice(TrajError):
+    """An option outside its choices: a loss, an aggregation, a correction, a counting, a role table."""
