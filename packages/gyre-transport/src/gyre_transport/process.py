@@ -26,6 +26,7 @@ from typing import Any
 from gyre_transport.errors import ProcessError
 
 _PARENT_FD, _READY_FD = "GYRE_PARENT_FD", "GYRE_READY_FD"
+_GUARD = str(Path(__file__).with_name("guard.py"))
 _GRACE = 20.0  # seconds between SIGTERM and the hard end
 
 
@@ -90,15 +91,11 @@ class Child:
         Raises `ProcessError` naming the log and its last lines when the child cannot start or is not ready in time.
         """
         if guarded:
-            argv = [sys.executable, "-S", "-m", "gyre_transport.guard", *argv]
+            argv = [sys.executable, "-I", "-S", _GUARD, *argv]  # by path: the program's environment stays as given
         log.parent.mkdir(parents=True, exist_ok=True)
         watched, held = os.pipe()
         told, tells = os.pipe()
         child_env = {**(os.environ if env is None else env), _PARENT_FD: str(watched)}
-        if guarded:
-            child_env["PYTHONPATH"] = os.pathsep.join(
-                filter(None, [str(Path(__file__).parent.parent), child_env.get("PYTHONPATH", "")])
-            )
         if ready_within is not None:
             child_env[_READY_FD] = str(tells)
         try:

@@ -1,0 +1,1 @@
+"""The runner: dispatches groups of executions, holds them to their budgets and scores what they leave."""

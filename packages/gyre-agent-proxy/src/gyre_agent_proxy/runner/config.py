@@ -1,0 +1,31 @@
+"""[runner]: which tasks, which harness, how long."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[runner]. `tasks` is relative to the config file's folder, which the launcher writes to `folder`.
+
+    `harness` is a command; in its arguments and in the values of `env`, {python}, {folder}, {workspace}, {instruction},
+    {instruction_file}, {base_url}, {key}, {model}, {task} and {execution} are replaced.
+    """
+
+    tasks: str = "tasks"  # a folder of task folders
+    folder: str = ""
+    harness: tuple[str, ...] = ()
+    env: dict[str, str] = {}  # added to the harness's clean environment
+    model: str = ""  # what harnesses call the policy; empty: [model] name
+    budget: float = 3600.0  # wall-clock seconds of an execution, unless the task's [agent] timeout_sec is less
+    concurrency: int = 0  # harnesses alive at a time; 0: as many as the scheduler grants
+    order: Literal["shuffled", "listed"] = "shuffled"  # of the tasks over the groups; shuffled by run.seed
+    evaluator_timeout: float = 600.0  # wall-clock seconds, unless the task's [verifier] timeout_sec is less
+    evaluator_attempts: int = 3  # tries before an execution is excluded as evaluator_failed
+    evaluator_memory_mb: int = 4096  # address space of each verifier process
+    evaluators: int = 2  # verifiers at a time
+    workspace_limit_mb: int = 2048  # what a verifier's copy of a workspace may hold
+    grant_within: float = 7200.0  # seconds to wait for a burst's grant
+    fates_within: float = 3600.0  # seconds to wait, after the last submission, until every execution has its fate

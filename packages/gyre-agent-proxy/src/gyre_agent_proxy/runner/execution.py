@@ -1,0 +1,140 @@
+"""One execution's harness: a clean environment, its own workspace, a wall-clock budget, the end of its process tree."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from gyre_agent_proxy.runner.config import RunnerConfig
+from gyre_agent_proxy.runner.errors import HarnessError
+from gyre_agent_proxy.runner.tasks import Task
+from gyre_transport.process import Child
+
+_STOP_GRACE = 15.0  # seconds; longer than the guard takes to end a tree
+_NOT_STARTED = 127  # the guard's exit code
+
+
+class Harness(msgspec.Struct, frozen=True, kw_only=True):
+    """The harness command of a run and what it is told; validated by `harness`."""
+
+    command: tuple[str, ...]
+    env: dict[str, str]
+    folder: str
+    model: str
+    base_url: str  # of the proxy, without /v1
+    instructions: Path  # folder of <task>.md
+
+    def values(self, task: Task, execution: str, key: str, workspace: Path) -> dict[str, str]:
+        """What the placeholders stand for."""
+        return {
+            "python": sys.executable,
+            "folder": self.folder,
+            "workspace": str(workspace),
+            "instruction": task.instruction,
+            "instruction_file": str(self.instructions / f"{task.name}.md"),
+            "base_url": self.base_url,
+            "key": key,
+            "model": self.model,
+            "task": task.name,
+            "execution": execution,
+        }
+
+    def environment(self, values: dict[str, str]) -> dict[str, str]:
+        """The whole environment of the harness: nothing of the runner's own but PATH."""
+        return {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": values["workspace"],
+            "LANG": "C.UTF-8",
+            "OPENAI_BASE_URL": f"{self.base_url}/v1",
+            "OPENAI_API_KEY": values["key"],
+            "ANTHROPIC_BASE_URL": self.base_url,
+            "ANTHROPIC_AUTH_TOKEN": values["key"],
+            "GYRE_MODEL": self.model,
+            "GYRE_TASK": values["task"],
+            "GYRE_EXECUTION": values["execution"],
+            "GYRE_INSTRUCTION": values["instruction_file"],
+            **{name: fill(value, values) for name, value in self.env.items()},
+        }
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """How a harness ended."""
+
+    why: str  # "exit <code>" or "budget"
+    code: int | None  # None: its budget ended it
+    seconds: float
+
+
+def fill(text: str, values: dict[str, str]) -> str:
+    """Replace {placeholders}; other braces stay as they are (harness arguments may be JSON)."""
+    parts = text.split("{")
+    filled = [parts[0]]
+    for part in parts[1:]:  # one pass: a value's own braces are not looked at again
+        name, brace, rest = part.partition("}")
+        filled.append(f"{values[name]}{rest}" if brace and name in values else "{" + part)
+    return "".join(filled)
+
+
+def harness(config: RunnerConfig, model: str, base_url: str, instructions: Path) -> Harness:
+    """Validate the harness command before anything is dispatched; raises `HarnessError`."""
+    if not config.harness:
+        raise HarnessError(
+            "runner.harness is empty; name the harness command, such as ['{python}', '{folder}/agent.py']"
+        )
+    known = {"python": sys.executable, "folder": config.folder}
+    program = fill(config.harness[0], known)
+    if "{" not in program and shutil.which(program) is None:
+        raise HarnessError(
+            f"the harness program {program!r} is not on PATH or not executable; install it or correct runner.harness"
+        )
+    for argument in config.harness:
+        path = fill(argument, known)
+        if argument.startswith("{folder}/") and not Path(path).exists():
+            raise HarnessError(f"runner.harness names {argument!r}, but there is no {path!r}; correct the path")
+    return Harness(
+        command=config.harness,
+        env=config.env,
+        folder=config.folder,
+        model=config.model or model,
+        base_url=base_url.rstrip("/"),
+        instructions=instructions,
+    )
+
+
+async def start(harness: Harness, task: Task, execution: str, key: str, workspace: Path, log: Path) -> Child:
+    """Start the harness in its workspace; raises `ProcessError` when the machine cannot start processes."""
+    values = harness.values(task, execution, key, workspace)
+    return await Child.start(
+        f"harness of {execution}",
+        [fill(argument, values) for argument in harness.command],
+        log=log,
+        env=harness.environment(values),
+        cwd=workspace,
+        ready_within=None,
+        guarded=True,
+    )
+
+
+async def finish(child: Child, budget: float) -> End:
+    """Wait for the harness's own end or the end of its budget in seconds; then nothing of its process tree is left.
+
+    Raises `HarnessError` when the command could not be executed at all.
+    """
+    began = time.monotonic()
+    code: int | None = None
+    try:
+        async with asyncio.timeout(budget):
+            code = await child.wait()
+    except TimeoutError:
+        pass
+    finally:
+        await child.stop(_STOP_GRACE)
+    if code == _NOT_STARTED:
+        raise HarnessError(f"the harness command cannot be executed; correct runner.harness; {child.tail()}")
+    return End(why="budget" if code is None else f"exit {code}", code=code, seconds=time.monotonic() - began)

@@ -1,0 +1,166 @@
+"""An execution's way through the runner: from dispatched to submitted, one ledger step at a time.
+
+    dispatched ─ start ─▶ started ─ it ends, or its budget does ─▶ terminated ─ score ─▶ judged ─ submit ─▶ submitted
+
+Each step begins from what the ledger says, so the same code carries on after the runner itself was restarted: a harness
+that ran then has ended with the runner ("lost"), and what its workspace holds is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from gyre_agent_proxy.keys import make_key
+from gyre_agent_proxy.runner.config import RunnerConfig
+from gyre_agent_proxy.runner.errors import HarnessError
+from gyre_agent_proxy.runner.execution import Harness, finish, start
+from gyre_agent_proxy.runner.ledger import Ledger, State
+from gyre_agent_proxy.runner.peers import Peers
+from gyre_agent_proxy.runner.scoring import Scorer
+from gyre_agent_proxy.runner.tasks import Task
+from gyre_agent_proxy.runner.workspace import prepare
+from gyre_traj.intake import Ending, Outcome, Submit
+from gyre_transport.errors import ProcessError
+from gyre_transport.run import RunDir
+
+log = logging.getLogger(__name__)
+
+_NO_START = "could not start: "
+_STOPPED = "stopped"
+_LOST = "lost"
+
+
+class Suspicion:
+    """Notices a harness that can do nothing: the first `enough` executions all failed without anything to score."""
+
+    def __init__(self, enough: int) -> None:
+        self._left: int | None = enough
+
+    def saw(self, why: str, outcome: Outcome, harness_log: Path) -> None:
+        """Look at one execution; raises `HarnessError` when the first ones failed, all of them."""
+        if self._left is None:
+            return
+        if why == "exit 0" or not why.startswith("exit ") or outcome.ending is not Ending.NOTHING_TO_SCORE:
+            self._left = None
+            return
+        self._left -= 1
+        if self._left == 0:
+            raise HarnessError(
+                f"the harness failed ({why}) in every execution so far and left nothing to score; correct the harness "
+                f"and start again; its log {str(harness_log)!r} ends:\n{_end(harness_log)}"
+            )
+
+
+class Journey:
+    """Takes executions from wherever the ledger has them to submitted; what all executions of a run share."""
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        folders: RunDir,
+        group_size: int,
+        tasks: dict[str, Task],
+        harness: Harness,
+        ledger: Ledger,
+        peers: Peers,
+        scorer: Scorer,
+        secret: bytes,
+    ) -> None:
+        self._config = config
+        self._dir = folders
+        self._group_size = group_size
+        self._tasks = tasks
+        self._harness = harness
+        self._ledger = ledger
+        self._peers = peers
+        self._scorer = scorer
+        self._secret = secret
+        self._suspicion = Suspicion(group_size)
+
+    async def travel(self, name: str, slots: asyncio.Semaphore) -> None:
+        """Take execution `name` to submitted; `slots` is held while its harness is alive.
+
+        Cancelling stops the harness and judges the execution ABORTED; one that was not started stays dispatched.
+        Raises `HarnessError` and `PeerError`, after which no execution can get any further.
+        """
+        row = self._ledger.row(name)
+        if row.state is State.DISPATCHED:
+            async with slots:
+                await self._run(name, self._tasks[row.task])
+        elif row.state is State.STARTED:
+            self._ledger.terminated(name, _LOST)
+        row = self._ledger.row(name)
+        if row.state is State.TERMINATED:
+            calls = await self._peers.close_execution(name, make_key(self._secret, name))
+            await self._peers.terminated(name)
+            outcome = await self._judge(name, self._tasks[row.task], row.why)
+            self._ledger.judged(name, outcome, calls)
+            self._suspicion.saw(row.why, outcome, self._log(name))
+        if self._ledger.row(name).state is State.JUDGED:
+            await self._submit(name)
+
+    def _log(self, name: str) -> Path:
+        return self._dir.logs / "harness" / f"{name}.log"
+
+    def _workspace(self, name: str) -> Path:
+        return self._dir.workspaces / name
+
+    async def _run(self, name: str, task: Task) -> None:
+        await asyncio.to_thread(prepare, task, self._workspace(name))
+        self._ledger.started(name)
+        try:
+            await self._peers.started(name)
+            why = await self._hold(name, task)
+        except asyncio.CancelledError:
+            self._ledger.terminated(name, _STOPPED)
+            self._ledger.judged(name, Outcome(ending=Ending.ABORTED, detail="the run was stopped"))
+            raise
+        except HarnessError as e:
+            self._ledger.terminated(name, f"{_NO_START}{e}")
+            raise
+        self._ledger.terminated(name, why)
+
+    async def _hold(self, name: str, task: Task) -> str:
+        """Run the harness within its budget; returns how it ended."""
+        key = make_key(self._secret, name)
+        try:
+            child = await start(self._harness, task, name, key, self._workspace(name), self._log(name))
+        except (ProcessError, OSError) as e:  # the machine's doing, not the harness's: no process or file handle left
+            log.error("%s: %s", name, e)
+            return f"{_NO_START}{e}"
+        end = await finish(child, min(self._config.budget, task.agent_timeout or self._config.budget))
+        return end.why
+
+    async def _judge(self, name: str, task: Task, why: str) -> Outcome:
+        if why.startswith(_NO_START):
+            return Outcome(ending=Ending.ABORTED, detail=why)
+        outcome = await self._scorer.score(task, name, self._workspace(name))
+        if why == _LOST and outcome.ending is Ending.NOTHING_TO_SCORE:  # nor was this the harness's doing
+            return Outcome(ending=Ending.ABORTED, detail="the runner ended while the harness ran; nothing to score")
+        return outcome
+
+    async def _submit(self, name: str) -> None:
+        row = self._ledger.row(name)
+        assert row.ending is not None  # noqa: S101  (a judged row has it)
+        await self._peers.submit(
+            Submit(
+                execution=name,
+                task=row.task,
+                group=row.grp,
+                group_size=self._group_size,
+                log=str(self._dir.log(name)),
+                outcome=Outcome(ending=row.ending, score=row.score, detail=row.detail),
+                seconds=max(0.0, (row.terminated or row.dispatched) - row.dispatched),
+                burst=row.burst,
+            )
+        )
+        self._ledger.submitted(name)
+
+
+def _end(path: Path, characters: int = 2000) -> str:
+    try:
+        return path.read_bytes()[-characters:].decode(errors="replace")
+    except OSError as e:
+        return f"(cannot be read: {e.strerror})"

@@ -1,0 +1,133 @@
+"""Who the runner talks to: the scheduler (bursts, water level), the feed's intake, the proxy.
+
+A peer that is restarted is waited for: every request here may be sent twice, and is sent again until `within` seconds
+have passed. A peer's refusal is an error at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import aiohttp
+
+from gyre_agent_proxy.runner.errors import RunnerError
+from gyre_sched import protocol as sched
+from gyre_traj import intake
+from gyre_transport.bus import Client
+from gyre_transport.errors import BusError, DeadlineExceeded
+from gyre_transport.run import BusConfig
+
+log = logging.getLogger(__name__)
+
+_DEADLINE = 10.0  # seconds for one try
+_PAUSE = 0.5  # seconds before the next
+
+
+class PeerError(RunnerError):
+    """A peer refused a request, or gave no answer for as long as the runner waits."""
+
+
+class Peers:
+    """Connections to the runner's peers; an asynchronous context manager."""
+
+    def __init__(self, bus: BusConfig, proxy_url: str, *, within: float = 300.0) -> None:
+        self._scheduler = Client(bus.address("scheduler"), sched.Reply)
+        self._intake = Client(bus.address("feed.intake"), intake.Reply)
+        self._proxy_url = proxy_url.rstrip("/")
+        self._within = within
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Peers:
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_DEADLINE))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._scheduler.close()
+        await self._intake.close()
+        if self._http is not None:
+            await self._http.close()
+
+    async def grant(self, burst: int, executions: int, within: float) -> int:
+        """Wait for the scheduler to grant `burst`; returns how many harnesses may be alive at a time."""
+        end = time.monotonic() + within
+        while True:
+            reply = await self._call("scheduler", self._scheduler, sched.OpenBurst(burst=burst, executions=executions))
+            if isinstance(reply, sched.Granted):
+                return reply.capacity
+            if not isinstance(reply, sched.NotYet):
+                raise PeerError(f"the scheduler answered OpenBurst with {reply!r}; is it another version of Gyre?")
+            if time.monotonic() + reply.retry > end:
+                raise PeerError(
+                    f"burst {burst} was not granted in {within:g} s; the scheduler says: {reply.reason}; "
+                    "see its log, or raise runner.grant_within"
+                )
+            await asyncio.sleep(reply.retry)
+
+    async def started(self, execution: str) -> None:
+        """Tell the scheduler."""
+        await self._call("scheduler", self._scheduler, sched.Started(execution=execution))
+
+    async def terminated(self, execution: str) -> None:
+        """Tell the scheduler."""
+        await self._call("scheduler", self._scheduler, sched.Terminated(execution=execution))
+
+    async def submit(self, submission: intake.Submit) -> None:
+        """Hand a finished execution to the feed."""
+        reply = await self._call("feed", self._intake, submission)
+        if not isinstance(reply, intake.Accepted):
+            raise PeerError(f"the feed answered Submit with {reply!r}; is it another version of Gyre?")
+
+    async def fates(self, since: int) -> intake.FateList:
+        """The fates decided after the first `since`."""
+        reply = await self._call("feed", self._intake, intake.Fates(since=since))
+        if not isinstance(reply, intake.FateList):
+            raise PeerError(f"the feed answered Fates with {reply!r}; is it another version of Gyre?")
+        return reply
+
+    async def close_execution(self, execution: str, key: str) -> int | None:
+        """End the execution at the proxy: its open calls are aborted and its call log is complete when this returns.
+
+        Returns the number of its calls, None when the proxy does not say."""
+        assert self._http is not None, "use as a context manager"  # noqa: S101
+        url = f"{self._proxy_url}/gyre/executions/{execution}/close"
+        end = time.monotonic() + self._within
+        while True:
+            try:
+                async with self._http.post(url, headers={"Authorization": f"Bearer {key}"}) as response:
+                    text = await response.text()
+                    if response.status == 404:  # it never made a call
+                        return 0
+                    if response.status < 300:
+                        return _calls(await response.json(content_type=None))
+                    problem = f"HTTP {response.status}: {text[:200]}"
+                    if response.status < 500:
+                        raise PeerError(f"the proxy refused to close execution {execution!r}: {problem}")
+            except (aiohttp.ClientError, TimeoutError, ValueError) as e:
+                problem = f"{type(e).__name__}: {e}"
+            if time.monotonic() > end:
+                raise PeerError(
+                    f"the proxy at {self._proxy_url} did not close execution {execution!r} in {self._within:g} s: "
+                    f"{problem}; see its log"
+                )
+            log.warning("closing %s at the proxy: %s; trying again", execution, problem)
+            await asyncio.sleep(_PAUSE)
+
+    async def _call(self, name: str, client: Client, request: Any) -> Any:
+        end = time.monotonic() + self._within
+        while True:
+            try:
+                return await client.call(request, deadline=_DEADLINE)
+            except DeadlineExceeded as e:
+                if time.monotonic() > end:
+                    raise PeerError(f"the {name} gave no answer for {self._within:g} s: {e}") from e
+                log.warning("%s; trying again", e)
+            except BusError as e:
+                raise PeerError(f"the {name} refused {type(request).__name__}: {e}") from e
+
+
+def _calls(body: Any) -> int | None:
+    calls = body.get("calls") if isinstance(body, dict) else None
+    return calls if isinstance(calls, int) else None

@@ -1,0 +1,156 @@
+"""Scoring: run a task's verifier on a copy of a kept workspace and read the reward.
+
+    scratch/<attempt>/workspace   the copy, the verifier's working directory and $WORKSPACE
+    scratch/<attempt>/tests       the task's tests, $TESTS_DIR
+    scratch/<attempt>/logs        $LOGS_DIR; the reward is read from logs/verifier/reward.json, else reward.txt
+
+What a verifier says of a bad workspace is a score, 0 included. A verifier that does not end, ends with an error, or
+leaves no number in [0, 1] has failed: it is tried again, and in the end the execution has no score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gyre_agent_proxy.runner import limits
+from gyre_agent_proxy.runner.config import RunnerConfig
+from gyre_agent_proxy.runner.errors import RunnerError
+from gyre_agent_proxy.runner.tasks import Task
+from gyre_agent_proxy.runner.workspace import copy, produced
+from gyre_traj.intake import Ending, Outcome
+from gyre_transport.errors import ProcessError
+from gyre_transport.process import Child
+
+log = logging.getLogger(__name__)
+
+_STOP_GRACE = 15.0  # seconds; longer than the guard takes to end a tree
+_REWARD_BYTES = 1 << 20
+
+
+class EvaluatorFailed(RunnerError):
+    """One try of a verifier gave no score."""
+
+
+class Scorer:
+    """Scores workspaces, at most `config.evaluators` at a time."""
+
+    def __init__(self, config: RunnerConfig, scratch: Path) -> None:
+        self._config = config
+        self._scratch = scratch
+        self._slots = asyncio.Semaphore(config.evaluators)
+        self.failures = 0  # tries that gave no score
+
+    async def score(self, task: Task, execution: str, workspace: Path) -> Outcome:
+        """Score `workspace`; the outcome is SCORED, NOTHING_TO_SCORE or EVALUATOR_FAILED (after every try failed)."""
+        if not await asyncio.to_thread(produced, task, workspace):
+            wanted = f"no file matches {', '.join(task.artifacts)}" if task.artifacts else "no file was made or changed"
+            return Outcome(ending=Ending.NOTHING_TO_SCORE, detail=wanted)
+        failure = ""
+        for attempt in range(1, self._config.evaluator_attempts + 1):
+            folder = self._scratch / f"{execution}-{attempt}"
+            try:
+                async with self._slots:
+                    score, detail = await self._attempt(task, workspace, folder)
+            except EvaluatorFailed as e:
+                self.failures += 1
+                failure = f"attempt {attempt} of {self._config.evaluator_attempts}: {e}"
+                log.warning("scoring %s (task %s), %s", execution, task.name, failure)
+                continue
+            finally:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            return Outcome(ending=Ending.SCORED, score=score, detail=detail)
+        return Outcome(ending=Ending.EVALUATOR_FAILED, detail=failure)
+
+    async def _attempt(self, task: Task, workspace: Path, folder: Path) -> tuple[float, str]:
+        try:
+            await asyncio.to_thread(self._lay_out, task, workspace, folder)
+        except (OSError, shutil.Error, RunnerError) as e:
+            raise EvaluatorFailed(f"the workspace could not be copied: {e}") from e
+        timeout = min(self._config.evaluator_timeout, task.verifier_timeout or self._config.evaluator_timeout)
+        script = str(folder / "tests" / task.verifier)
+        program = ("bash", script) if task.verifier == "test.sh" else (sys.executable, "-I", script)
+        memory = self._config.evaluator_memory_mb << 20
+        logs = folder / "logs"
+        try:
+            child = await Child.start(
+                f"verifier of {task.name}",
+                (sys.executable, "-I", "-S", limits.__file__, str(int(timeout) + 1), str(memory), *program),
+                log=logs / "verifier.log",
+                env={
+                    "PATH": os.environ.get("PATH", os.defpath),
+                    "HOME": str(logs),
+                    "LANG": "C.UTF-8",
+                    "LOGS_DIR": str(logs),
+                    "TESTS_DIR": str(folder / "tests"),
+                    "WORKSPACE": str(folder / "workspace"),
+                    "PYTHONDONTWRITEBYTECODE": "1",
+                },
+                cwd=folder / "workspace",
+                ready_within=None,
+                guarded=True,
+            )
+        except (ProcessError, OSError) as e:
+            raise EvaluatorFailed(str(e)) from e
+        try:
+            async with asyncio.timeout(timeout):
+                code = await child.wait()
+        except TimeoutError:
+            raise EvaluatorFailed(f"the verifier did not end in {timeout:g} s; {child.tail()}") from None
+        finally:
+            await child.stop(_STOP_GRACE)
+        if code:
+            raise EvaluatorFailed(f"the verifier ended with exit code {code}; {child.tail()}")
+        return read_reward(logs / "verifier")
+
+    def _lay_out(self, task: Task, workspace: Path, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        copy(workspace, folder / "workspace", self._config.workspace_limit_mb << 20)
+        shutil.copytree(task.tests, folder / "tests")
+        (folder / "logs" / "verifier").mkdir(parents=True)
+
+
+def read_reward(folder: Path) -> tuple[float, str]:
+    """Return (reward in [0, 1], what else reward.json says) from reward.json or else reward.txt in `folder`.
+
+    Raises `EvaluatorFailed` when there is no file or no finite number in [0, 1] in it.
+    """
+    for name in ("reward.json", "reward.txt"):
+        path = folder / name
+        try:
+            with path.open("rb") as f:
+                raw = f.read(_REWARD_BYTES)
+        except FileNotFoundError:
+            continue
+        except OSError as e:
+            raise EvaluatorFailed(f"{name} cannot be read: {e.strerror}") from e
+        try:
+            value = msgspec.json.decode(raw) if name == "reward.json" else float(raw)
+        except (msgspec.DecodeError, ValueError) as e:
+            raise EvaluatorFailed(f"{name} holds {raw[:80]!r}, expected a number in [0, 1]: {e}") from e
+        return _reward(value, name)
+    raise EvaluatorFailed("the verifier wrote neither reward.json nor reward.txt into $LOGS_DIR/verifier")
+
+
+def _reward(value: Any, name: str) -> tuple[float, str]:
+    rest = ""
+    if isinstance(value, dict):
+        keys = sorted(value)
+        if "reward" in value:
+            rest = json.dumps({k: v for k, v in value.items() if k != "reward"})[:500] if len(value) > 1 else ""
+            value = value["reward"]
+        elif len(value) == 1:
+            value = value[keys[0]]
+        else:
+            raise EvaluatorFailed(f"{name} has the keys {keys}, expected 'reward' or a single one")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise EvaluatorFailed(f"{name} says {value!r}, expected a number in [0, 1]")
+    return float(value), rest

@@ -1,0 +1,178 @@
+"""The runner process: bursts, one after the other, then the fates of their executions.
+
+    open burst b ─▶ granted(capacity) ─▶ dispatch all its executions, at most `capacity` harnesses alive
+         ▲                                        │ each travels to submitted (journey.py)
+         └──────── all submitted ◀────────────────┘        after the last burst: wait for every fate, exit
+
+Beside it: fates are polled from the feed into the ledger, counters are written to metrics/runner.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gyre_agent_proxy.config import ModelConfig, ProxyConfig
+from gyre_agent_proxy.keys import load_secret
+from gyre_agent_proxy.runner import dispatch, progress
+from gyre_agent_proxy.runner.config import RunnerConfig
+from gyre_agent_proxy.runner.errors import RunnerError
+from gyre_agent_proxy.runner.execution import harness
+from gyre_agent_proxy.runner.journey import Journey
+from gyre_agent_proxy.runner.ledger import Ledger, State
+from gyre_agent_proxy.runner.peers import Peers
+from gyre_agent_proxy.runner.scoring import Scorer
+from gyre_agent_proxy.runner.tasks import load_tasks
+from gyre_traj.intake import Fate
+from gyre_transport.config import section
+from gyre_transport.process import follow_parent, ready
+from gyre_transport.run import Context
+
+log = logging.getLogger(__name__)
+
+_POLL = 0.5  # seconds between looks at the fates
+
+
+class Runner:
+    """One run's dispatching, from its resolved config."""
+
+    def __init__(self, context: Context) -> None:
+        """Validate everything that can be known before a burst is opened; raises `RunnerError` or `ConfigError`."""
+        self._context = context
+        self._config = config = section(context.data, "runner", RunnerConfig)
+        proxy = section(context.data, "proxy", ProxyConfig)
+        model = section(context.data, "model", ModelConfig)
+        tasks = load_tasks(Path(config.folder, config.tasks))
+        self._tasks = {task.name: task for task in tasks}
+        self._proxy_url = f"http://{proxy.host}:{proxy.port}"
+        instructions = context.dir.path / "instructions"
+        self._harness = harness(config, model.name, self._proxy_url, instructions)
+        self._order = dispatch.order(list(self._tasks), context.run.seed if config.order == "shuffled" else None)
+        instructions.mkdir(parents=True, exist_ok=True)
+        for task in tasks:
+            (instructions / f"{task.name}.md").write_text(task.instruction + "\n")
+        self._scorer = Scorer(config, context.dir.path / "scoring")
+        self._ledger = Ledger(context.dir.ledger)
+
+    async def run(self) -> None:
+        """Dispatch all bursts and return when every execution has its fate; the ledger is closed then."""
+        metrics = self._context.dir.metrics / "runner.json"
+        try:
+            async with Peers(self._context.bus, self._proxy_url) as peers:
+                secret = load_secret(self._context.dir.secret)
+                journey = Journey(
+                    self._config,
+                    self._context.dir,
+                    self._context.batch.group_size,
+                    self._tasks,
+                    self._harness,
+                    self._ledger,
+                    peers,
+                    self._scorer,
+                    secret,
+                )
+                async with asyncio.TaskGroup() as tasks:
+                    beside = (
+                        tasks.create_task(self._fates(peers), name="fates"),
+                        tasks.create_task(progress.report(metrics, self._counters), name="progress"),
+                    )
+                    for index in range(self._context.run.steps // self._context.batch.per_burst):
+                        await self._burst(index, journey, peers)
+                    await self._all_fates()
+                    for task in beside:
+                        task.cancel()
+        finally:
+            with contextlib.suppress(OSError):
+                progress.write(metrics, self._counters())
+            self._ledger.close()
+
+    def _counters(self) -> progress.Counters:
+        return progress.counters(self._ledger, self._scorer.failures)
+
+    async def _burst(self, index: int, journey: Journey, peers: Peers) -> None:
+        planned = dispatch.burst(index, self._context.batch, self._order)
+        before = {row.id: row.state for row in self._ledger.rows(index)}
+        on_the_way = (State.DISPATCHED, State.STARTED, State.TERMINATED, State.JUDGED)
+        if before and not any(state in on_the_way for state in before.values()):
+            return  # an earlier runner of this run finished it
+        capacity = await peers.grant(index, len(planned), self._config.grant_within)
+        self._ledger.dispatch([(p.execution, p.task, p.group) for p in planned], index)
+        alive = min(capacity, self._config.concurrency or capacity)
+        log.info("burst %d: %d executions, at most %d at a time", index, len(planned), alive)
+        slots = asyncio.Semaphore(alive)  # first come, first served: groups start in order
+        async with asyncio.TaskGroup() as tasks:
+            for p in planned:
+                tasks.create_task(journey.travel(p.execution, slots), name=p.execution)
+
+    async def _fates(self, peers: Peers) -> None:
+        since = 0
+        early: list[Fate] = []  # decided before this process saw its submission accepted
+        while True:
+            found = await peers.fates(since)
+            since = found.total
+            early = [fate for fate in (*early, *found.fates) if not self._enter(fate)]
+            await asyncio.sleep(_POLL)
+
+    def _enter(self, fate: Fate) -> bool:
+        if self._ledger.row(fate.execution).state is State.JUDGED:
+            return False
+        self._ledger.fate(fate)
+        return True
+
+    async def _all_fates(self) -> None:
+        end = time.monotonic() + self._config.fates_within
+        while missing := self._ledger.without_fate():
+            if time.monotonic() > end:
+                raise RunnerError(
+                    f"{len(missing)} executions have no fate {self._config.fates_within:g} s after the last was "
+                    f"submitted ({', '.join(missing[:5])} …): the feed neither trained nor excluded them; see its log"
+                )
+            await asyncio.sleep(_POLL)
+
+
+async def serve(context: Context) -> None:
+    """Run until every execution of the run has its fate, or until SIGTERM (harnesses are stopped, the ledger says so).
+
+    Raises `RunnerError`, `ConfigError` or `KeyFileError` for what ends the run early.
+    """
+    follow_parent()
+    loop = asyncio.get_running_loop()
+    running = asyncio.create_task(Runner(context).run())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stopper(running))
+    ready()
+    try:
+        await running
+    except asyncio.CancelledError:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        log.warning("stopped; harnesses were ended, and the ledger says where each execution stands")
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _stopper(task: asyncio.Task[None]) -> Callable[[], None]:
+    """Cancel once: a second signal must not interrupt the stopping of harnesses."""
+    cancelled = False
+
+    def stop() -> None:
+        nonlocal cancelled
+        if not cancelled:
+            cancelled = True
+            task.cancel()
+
+    return stop
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    found: BaseException = group
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found

@@ -1,0 +1,89 @@
+"""Workspaces: the folder an execution works in, what it holds in the end, and copies of it for verifiers.
+
+Only regular files, folders and symbolic links are looked at or copied: a harness may leave sockets and pipes behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from gyre_agent_proxy.runner.errors import RunnerError
+from gyre_agent_proxy.runner.tasks import Task
+
+
+class WorkspaceTooLarge(RunnerError):
+    """A workspace holds more than a verifier's copy of it may."""
+
+
+def prepare(task: Task, workspace: Path) -> None:
+    """Make `workspace` anew with the task's environment files in it (links followed: tasks may share files)."""
+    shutil.rmtree(workspace, ignore_errors=True)
+    workspace.parent.mkdir(parents=True, exist_ok=True)
+    if task.environment.is_dir():
+        shutil.copytree(task.environment, workspace)
+    else:
+        workspace.mkdir()
+
+
+def files(folder: Path) -> Iterator[Path]:
+    """Regular files below `folder`; links are not followed."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = Path(root) / name
+            try:
+                if stat.S_ISREG(path.lstat().st_mode):
+                    yield path
+            except OSError:  # gone, or not ours to see
+                continue
+
+
+def produced(task: Task, workspace: Path) -> list[str]:
+    """What there is to score: files matching the task's artifacts, or, when it names none, every file that the
+    environment did not put there as it is (hidden files and folders aside: HOME is the workspace)."""
+    if task.artifacts:
+        found = {path for glob in task.artifacts for path in workspace.glob(glob)}
+        return sorted(str(path.relative_to(workspace)) for path in found if path.is_file() and not path.is_symlink())
+    made = (path.relative_to(workspace) for path in files(workspace))
+    shown = (path for path in made if not any(part.startswith(".") for part in path.parts))
+    return sorted(str(path) for path in shown if not _same(workspace / path, task.environment / path))
+
+
+def _same(path: Path, original: Path) -> bool:
+    try:
+        if path.stat().st_size != original.stat().st_size:
+            return False
+        with path.open("rb") as a, original.open("rb") as b:
+            return hashlib.file_digest(a, "sha256").digest() == hashlib.file_digest(b, "sha256").digest()
+    except OSError:
+        return False
+
+
+def copy(workspace: Path, target: Path, limit: int) -> None:
+    """Copy `workspace` to `target`; raises `WorkspaceTooLarge` beyond `limit` bytes of file content."""
+    target.mkdir(parents=True)
+    total = 0
+    for root, folders, names in os.walk(workspace):
+        to = target / Path(root).relative_to(workspace)
+        for name in (*folders, *names):
+            source = Path(root) / name
+            try:
+                status = source.lstat()
+            except OSError:
+                continue
+            if stat.S_ISLNK(status.st_mode):
+                (to / name).symlink_to(source.readlink())
+            elif stat.S_ISDIR(status.st_mode):
+                (to / name).mkdir()
+            elif stat.S_ISREG(status.st_mode):
+                total += status.st_size
+                if total > limit:
+                    raise WorkspaceTooLarge(
+                        f"the workspace {str(workspace)!r} holds more than {limit >> 20} MiB; raise "
+                        "runner.workspace_limit_mb or have the harness leave less behind"
+                    )
+                shutil.copy2(source, to / name)
