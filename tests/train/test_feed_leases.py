@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from gyre_train.errors import FeedError
-from gyre_train.feed.leases import Leases, Offer, State, Step
-from gyre_train.protocol import Exhausted, Ok, Reopened, Taken, Wait
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gyre_train.errors import FeedError
+from gyre_train.feed.leases import Leases, Offer, State, Step
+from gyre_train.protocol import Exhausted, Ok, Reopened, Taken, Wait
 
 CORE, SAT, OTHER = 0, 1, 2
 

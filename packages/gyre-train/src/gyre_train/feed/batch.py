@@ -1,13 +1,12 @@
 """One optimizer step's batch: groups in, micro-steps out, sums back.
 
-    group prepared ─▶ packer ─▶ micro-steps ─▶ leases ─▶ counted          open until it has all its groups ("full")
+group prepared ─▶ packer ─▶ micro-steps ─▶ leases ─▶ counted          open until it has all its groups ("full")
 """
 
 from __future__ import annotations
 
-from gyre_traj.packing import Packed
-
 from gyre_train.feed.leases import Leases
+from gyre_train.feed.packer import Packer
 from gyre_train.feed.prepare import Fated, PreparedGroup
 
 
@@ -18,16 +17,27 @@ class Batch:
     """
 
     def __init__(
-        self, index: int, *, version: int, manifest: bytes, size: int, core: int, lease: float, now: float
+        self,
+        index: int,
+        *,
+        version: int,
+        manifest: bytes,
+        size: int,
+        packer: Packer,
+        core: int,
+        lease: float,
+        now: float,
     ) -> None:
         self.index = index
         self.version = version
         self.manifest = manifest
         self.size = size
+        self.packer = packer
         self.opened = now
         self.groups: list[PreparedGroup] = []
         self.leases = Leases(core=core, lease=lease, now=now)
         self.tokens_computed = 0
+        self.largest = 0  # tokens of the largest micro-step
         self.resets = 0
         self._packed: list[bytes] = []
 
@@ -48,12 +58,17 @@ class Batch:
             self.leases.add()
             self._packed.append(packed)
             self.tokens_computed += tokens
+            self.largest = max(self.largest, tokens)
         if self.full:
             self.leases.seal()
 
     def packed(self, micro_step: int) -> bytes:
         """`gyre_traj.packing.Packed` of a micro-step, msgpack."""
         return self._packed[micro_step]
+
+    def shrink(self) -> None:
+        """The batch is closed: keep what late hand-overs ask about, not the data."""
+        self._packed = []
 
     def reset(self, version: int, manifest: bytes, now: float) -> None:
         """The core opens the batch again: same executions, same micro-steps, nothing counted."""

@@ -9,12 +9,12 @@ replayed. A group none of whose members may be trained keeps its place: a run of
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-from gyre_traj.intake import Accepted, Ending, Fate, FateList, Submit
-
 from gyre_train.errors import FeedError
+from gyre_traj.admission import check_outcome
+from gyre_traj.errors import BadOutcome
+from gyre_traj.intake import Accepted, Ending, Fate, FateList, Submit
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Buffer:
 
     def __init__(self, *, group_timeout: float | None = None, max_groups: int = 4096) -> None:
         self.complete: list[Group] = []  # in order of completion; entry n is group number n
-        self.released = 0  # groups [0, released) are trained: their members are known by id only
+        self.retired = 0  # groups [0, retired) were in a batch that was closed
         self._timeout = group_timeout
         self._max_groups = max_groups
         self._groups: dict[str, Group] = {}
@@ -51,7 +51,7 @@ class Buffer:
         check(message)
         group = self._groups.get(message.group)
         if group is None:
-            if len(self._groups) - self.released >= self._max_groups:
+            if len(self._groups) - self.retired >= self._max_groups:
                 raise FeedError(
                     f"{self._max_groups} groups wait to be trained already; submit {message.execution!r} again later, "
                     "or raise feed.max_groups"
@@ -85,11 +85,9 @@ class Buffer:
         group.complete = True
         self.complete.append(group)
 
-    def release(self, number: int) -> None:
-        """Groups below `number` will never be needed again: forget what they held."""
-        for group in self.complete[self.released : number]:
-            group.members.clear()
-        self.released = max(self.released, number)
+    def retire(self, number: int) -> None:
+        """The batches of the groups below `number` are closed; their members are kept for a replay."""
+        self.retired = max(self.retired, number)
 
     # --- fates -----------------------------------------------------------------------------------------------------
 
@@ -125,14 +123,10 @@ def admitted(message: Submit) -> bool:
 
 def check(message: Submit) -> None:
     """Refuse a submission that contradicts itself. Raises `FeedError`."""
-    outcome = message.outcome
-    if (outcome.score is not None) != (outcome.ending is Ending.SCORED):
-        raise FeedError(
-            f"execution {message.execution!r} ended {outcome.ending.value!r} with score {outcome.score!r}; "
-            "a score belongs to 'scored' and to nothing else"
-        )
-    if outcome.score is not None and not (math.isfinite(outcome.score) and 0.0 <= outcome.score <= 1.0):
-        raise FeedError(f"execution {message.execution!r} has score {outcome.score!r}; a score lies in [0, 1]")
+    try:
+        check_outcome(message.outcome)
+    except BadOutcome as e:
+        raise FeedError(f"execution {message.execution!r}: {e}") from e
     if message.group_size < 1:
         raise FeedError(f"execution {message.execution!r} has group_size {message.group_size!r}; it is at least 1")
     if not (message.execution and message.group):

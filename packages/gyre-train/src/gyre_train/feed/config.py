@@ -15,12 +15,14 @@ class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokens: int = 1024  # a micro-step's budget
     advantage: Literal["mean_std", "mean"] = "mean_std"  # (score - mean) / std of the group, or score - mean
     counting: Literal["once", "per_trajectory"] = "once"  # how a sampled token shared by trajectories counts
-    # Rows whose advantage is exactly 0 have exactly zero gradient under a clipped policy loss: they count in the batch's
-    # denominator but are not computed. Wrong beside a KL or entropy term, which pulls on every target.
+    # Rows whose advantage is exactly 0 have exactly zero gradient under a clipped policy loss: they count in the
+    # batch's denominator but are not computed. Wrong beside a KL or entropy term, which pulls on every target.
     skip_zero_advantage: bool = True
     lease_s: float = 15.0  # a trainer not heard for so long loses its micro-steps
     group_timeout: float | None = None  # seconds from a group's first member until it goes on without those missing
-    min_fill: float = 0.9  # while a batch still grows, a micro-step emptier than this share of `tokens` waits for company
+    layout: Literal["rows", "forests"] = (
+        "rows"  # forests: an execution's trajectories share their prefixes in a micro-step
+    )
     max_groups: int = 4096  # groups held that no batch has trained yet; beyond, submissions are refused
 
     def __post_init__(self) -> None:
@@ -31,5 +33,3 @@ class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(f"lease_s must be a positive number of seconds, got {self.lease_s!r}")
         if self.group_timeout is not None and not self.group_timeout > 0:
             raise ValueError(f"group_timeout must be a positive number of seconds, got {self.group_timeout!r}")
-        if not 0 <= self.min_fill <= 1:
-            raise ValueError(f"min_fill must lie in [0, 1], got {self.min_fill!r}")

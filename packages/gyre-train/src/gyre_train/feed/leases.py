@@ -233,7 +233,11 @@ class Leases:
             self._drop(cell)
             return Taken(kept=not offered)
         for step in self._steps:  # what it leaves behind: unfinished, or completed but not in these sums
-            if step.cell == cell and step.state in (State.LEASED, State.DONE) and (step.id, step.attempt) not in offered:
+            if (
+                step.cell == cell
+                and step.state in (State.LEASED, State.DONE)
+                and (step.id, step.attempt) not in offered
+            ):
                 self._requeue(step)
         member.offer = Offer(cell, offered, gradients)
         return Wait(reason="the core has not added the sums yet")

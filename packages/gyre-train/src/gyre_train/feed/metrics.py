@@ -3,52 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from gyre_train.feed.leases import Step
-from gyre_train.feed.prepare import Fated, PreparedExecution, PreparedGroup
+from gyre_train.feed.batch import Batch
+from gyre_train.feed.prepare import Fated, PreparedExecution
 from gyre_train.protocol import CloseBatch
 
 
-def step_record(
-    *,
-    batch: int,
-    version: int,
-    groups: Iterable[PreparedGroup],
-    steps: Iterable[Step],
-    tokens_computed: int,
-    returned: int,
-    seconds: float,
-    close: CloseBatch,
-) -> dict[str, Any]:
-    """The record of a closed batch; keys are described in the package's README.
-
-    version: the weights the batch was trained on. seconds: from open to close.
-    """
-    groups = list(groups)
+def step_record(batch: Batch, close: CloseBatch, seconds: float) -> dict[str, Any]:
+    """The record of a batch about to be closed, `seconds` after it was opened; README.md describes the keys."""
+    groups = batch.groups
     members = [m for g in groups for m in g.executions]
     inside = [m for m in members if m.fated is not Fated.EXCLUDED]
     targets = sum(m.targets for m in inside)
+    versioned = sum(m.versioned for m in inside)
     behaviour = sum(m.version_sum for m in inside)
     left_out: Counter[str] = Counter()
     for m in inside:
         left_out.update(m.left_out)
     cells: Counter[int] = Counter()
-    sums: Counter[str] = Counter()
-    for step in steps:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for step in batch.leases.steps:
         if step.cell is not None:
             cells[step.cell] += 1
         for name, value in step.metrics.items():
-            sums[name] += value  # type: ignore[assignment]
+            sums[name] += value
     computed = sums.pop("targets", 0)
     return {
-        "step": batch + 1,
-        "version": version,
+        "step": batch.index + 1,
+        "version": batch.version,
         "new_version": close.version,
         "groups": [g.name for g in groups],
         "executions": len(inside),
@@ -60,14 +47,16 @@ def step_record(
         "trajectories": sum(m.trajectories for m in inside),
         "tokens_total": sum(m.tokens_total for m in inside),
         "tokens_unique": sum(m.tokens_unique for m in inside),
-        "tokens_computed": tokens_computed,
+        "tokens_computed": batch.tokens_computed,
+        "largest_micro_step": batch.largest,
         "targets": targets,
         "targets_computed": int(computed),
         "zero_advantage_executions": sum(_zero(m) for m in inside),
         "left_out": dict(left_out),
-        "staleness": version - behaviour / targets if targets else None,
+        "staleness": batch.version - behaviour / versioned if versioned else None,
         "micro_steps": {str(cell): n for cell, n in sorted(cells.items())},
-        "micro_steps_returned": returned,
+        "micro_steps_returned": batch.leases.returned,
+        "resets": batch.resets,
         "loss": close.loss,
         "grad_norm": close.grad_norm,
         "learning_rate": close.learning_rate,

@@ -1,0 +1,153 @@
+"""A complete group becomes rows: logs read, trees built, trajectories selected, advantages and weights given.
+
+Everything here is a function of the group, the config and the run's seed, so a replayed batch is the same batch. It
+reads files and takes time: the service calls it in a thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+
+import numpy as np
+
+from gyre_train.errors import FeedError
+from gyre_train.feed.buffer import Group
+from gyre_train.feed.config import FeedConfig
+from gyre_traj.admission import admit
+from gyre_traj.advantage import group_advantages
+from gyre_traj.errors import TrajError
+from gyre_traj.intake import Ending, Submit
+from gyre_traj.log import read_log
+from gyre_traj.packing import Row
+from gyre_traj.selection import Selection, select
+from gyre_traj.tree import Tree
+from gyre_traj.weights import Counting, weigh
+
+log = logging.getLogger(__name__)
+
+_COUNTING = {"once": Counting.EXECUTION, "per_trajectory": Counting.TRAJECTORY}
+
+
+class Fated(StrEnum):
+    """What an execution is to its batch."""
+
+    TRAINED = "trained"  # in E
+    PLACEHOLDER = "placeholder"  # in E, without targets
+    EXCLUDED = "excluded"  # in neither E nor the baseline
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedExecution:
+    """What an execution brings to its batch, in numbers."""
+
+    execution: str
+    fated: Fated
+    reason: str = ""  # why it was excluded
+    score: float = 0.0
+    advantage: float = 0.0
+    trajectories: int = 0  # selected
+    tokens_total: int = 0  # over the selected trajectories, shared prefixes counted in each
+    tokens_unique: int = 0  # over the same trajectories, shared prefixes counted once
+    targets: int = 0
+    version_sum: float = 0.0  # Σ version over the targets whose version is known
+    versioned: int = 0  # number of those
+    left_out: dict[str, int] = field(default_factory=dict)  # trainable tokens not selected, by role
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGroup:
+    """A group on its way into a batch."""
+
+    name: str
+    missing: int  # members that never came
+    executions: tuple[PreparedExecution, ...]  # in order of execution id
+
+
+def prepare_group(group: Group, config: FeedConfig, seed: int) -> tuple[PreparedGroup, list[Row]]:
+    """Return the group in numbers and the rows to compute.
+
+    A member whose call log cannot be used is excluded with the reason, from the baseline too; it does not cost the
+    group its other members.
+    """
+    members = {m.execution: m for m in sorted(group.members, key=lambda m: m.execution)}
+    selections: dict[str, Selection] = {}
+    broken: dict[str, str] = {}
+    for execution, member in members.items():
+        if member.outcome.ending is not Ending.SCORED:
+            continue
+        try:
+            selections[execution] = _selection(member, config, seed)
+        except (TrajError, FeedError, OSError) as e:
+            broken[execution] = f"its call log cannot be used: {e}"
+            log.error("execution %r is excluded: %s", execution, broken[execution])
+    admission = admit({e: m.outcome for e, m in members.items() if e not in broken})
+    values = group_advantages(list(admission.rewards.values()), std=config.advantage == "mean_std")
+    advantages = dict(zip(admission.rewards, values.tolist(), strict=True))
+    excluded = {**admission.excluded, **broken}
+
+    executions: list[PreparedExecution] = []
+    rows: list[Row] = []
+    for execution in members:
+        if execution in excluded:
+            executions.append(PreparedExecution(execution, Fated.EXCLUDED, reason=excluded[execution]))
+        elif execution in admission.placeholders:
+            executions.append(PreparedExecution(execution, Fated.PLACEHOLDER, advantage=advantages[execution]))
+        else:
+            selection, advantage = selections[execution], advantages[execution]
+            mine = weigh(selection, advantage=advantage, counting=_COUNTING[config.counting]).rows
+            executions.append(_numbers(selection, mine, admission.rewards[execution], advantage))
+            if advantage != 0.0 or not config.skip_zero_advantage:
+                rows.extend(mine)
+    return PreparedGroup(group.name, group.size - len(members), tuple(executions)), rows
+
+
+def _selection(member: Submit, config: FeedConfig, seed: int) -> Selection:
+    calls = read_log(member.log)
+    if calls.header is not None and calls.header.execution != member.execution:
+        raise FeedError(f"{member.log!r} is the log of {calls.header.execution!r}")
+    return select(Tree.from_log(calls), config.j_max, draw_seed(seed, member.execution))
+
+
+def draw_seed(seed: int, execution: str) -> int:
+    """The seed an execution's trajectories are drawn with: the run's, mixed with the execution's id."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{execution}".encode(), digest_size=6).digest(), "big")
+
+
+def _numbers(selection: Selection, rows: tuple[Row, ...], score: float, advantage: float) -> PreparedExecution:
+    version_sum, versioned = 0.0, 0
+    for t in selection.trajectories:
+        known = t.version[t.target & (t.version >= 0)]
+        version_sum += float(known.sum(dtype=np.int64))
+        versioned += known.size
+    paths = [t.ids for t in selection.trajectories]
+    return PreparedExecution(
+        selection.execution,
+        Fated.TRAINED,
+        score=score,
+        advantage=advantage,
+        trajectories=len(paths),
+        tokens_total=sum(p.size for p in paths),
+        tokens_unique=unique_tokens(paths),
+        targets=sum(int(r.target.sum()) for r in rows),
+        version_sum=version_sum,
+        versioned=versioned,
+        left_out=dict(selection.left_out),
+    )
+
+
+def unique_tokens(paths: list[np.ndarray[tuple[int], np.dtype[np.uint32]]]) -> int:
+    """Tokens of the paths [n_i] when a prefix that several share is counted once: the nodes of their trie.
+
+    In lexicographic order a path adds what it does not share with the one before it.
+    """
+    ordered = sorted(paths, key=lambda p: p.astype(">u4").tobytes())
+    total = sum(p.size for p in ordered)
+    for a, b in pairwise(ordered):
+        n = min(a.size, b.size)
+        differ = np.flatnonzero(a[:n] != b[:n])
+        total -= int(differ[0]) if differ.size else n
+    return total
