@@ -65,13 +65,12 @@ def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 class Buffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Contiguous local memory; `source` keeps it alive."""
+    """Contiguous local memory; `bytes` keeps it alive."""
 
     bytes: memoryview  # [nbytes], format "B"
     address: int
     dtype: str | None  # None: untyped bytes, or a type safetensors does not name
     shape: tuple[int, ...] | None
-    source: Any
 
     @property
     def nbytes(self) -> int:
@@ -87,19 +86,21 @@ def view(memory: Any, *, writable: bool = False) -> Buffer:
     """
     if hasattr(memory, "data_ptr"):
         return _tensor(memory)
+    if isinstance(memory, np.ndarray) and (memory.dtype.hasobject or not memory.dtype.isnative):
+        raise ShapeMismatch(f"expected plain values in this machine's byte order, got an array of {memory.dtype}")
     try:
         raw = memoryview(memory)
     except (TypeError, ValueError, BufferError) as e:
         if not isinstance(memory, np.ndarray):
             raise ShapeMismatch(
-                f"expected an array, a tensor or a buffer, got {type(memory).__name__}: {e}; pass its memory, not a list"
+                f"expected an array, a tensor or a buffer, got {type(memory).__name__}: {e}; pass memory, not a list"
             ) from e
         # an extension dtype such as ml_dtypes.bfloat16 is an array without the buffer protocol
         _contiguous(memory.flags.c_contiguous, memory.shape)
         raw = memoryview(memory.reshape(-1).view(np.uint8))
     _contiguous(raw.c_contiguous, raw.shape)
     if writable and raw.readonly:
-        raise ShapeMismatch(f"expected writable memory, got a read-only {type(memory).__name__}; pass a bytearray or array")
+        raise ShapeMismatch(f"expected writable memory, got a read-only {type(memory).__name__}; pass a bytearray")
     flat = np.frombuffer(raw, dtype=np.uint8) if raw.nbytes else np.empty(0, np.uint8)
     if isinstance(memory, np.ndarray):
         dtype, shape = _FROM_NUMPY.get(memory.dtype.str), tuple(memory.shape)
@@ -112,7 +113,6 @@ def view(memory: Any, *, writable: bool = False) -> Buffer:
         address=flat.ctypes.data,
         dtype=dtype,
         shape=shape,
-        source=memory,
     )
 
 
@@ -123,13 +123,17 @@ def _tensor(tensor: Any) -> Buffer:
     _contiguous(tensor.is_contiguous(), shape)
     size = int(tensor.numel()) * int(tensor.element_size())
     address = int(tensor.data_ptr())
-    raw = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B") if size else memoryview(bytearray())
-    return Buffer(bytes=raw, address=address, dtype=_FROM_TORCH.get(str(tensor.dtype)), shape=shape, source=tensor)
+    raw = memoryview(bytearray())
+    if size:
+        memory = (ctypes.c_ubyte * size).from_address(address)
+        memory.tensor = tensor  # type: ignore[attr-defined]  # whoever holds the view holds the tensor
+        raw = memoryview(memory).cast("B")
+    return Buffer(bytes=raw, address=address, dtype=_FROM_TORCH.get(str(tensor.dtype)), shape=shape)
 
 
 def _contiguous(ok: bool, shape: Any) -> None:
     if not ok:
         raise ShapeMismatch(
-            f"expected C-contiguous memory, got a strided view of shape {tuple(shape)}; register the whole array and read "
-            "the part, or make a contiguous array yourself and keep it"
+            f"expected C-contiguous memory, got a strided view of shape {tuple(shape)}; register the whole array and "
+            "read the part, or make a contiguous array yourself and keep it"
         )

@@ -6,10 +6,10 @@ Request/reply                                   Publish/subscribe
 
 What happens to a message when the peer is gone
     request   stays queued up to `_HIGH_WATER` messages while ZeroMQ reconnects; `call` raises `DeadlineExceeded` at its
-              deadline. The server may have carried it out: requests that must not happen twice carry their own identity.
+              deadline. The server may have carried it out: requests that must not happen twice carry an identity.
     reply     dropped when the caller's deadline has passed (counted in `Client.late`).
-    published dropped for a subscriber that is absent or more than `_HIGH_WATER` messages behind. Publish whole states, or
-              let the reader ask the server for what it missed.
+    published dropped for a subscriber that is absent or more than `_HIGH_WATER` messages behind. Publish whole states,
+              or let the reader ask the server for what it missed.
 Bounds: a server runs at most `max_in_flight` handlers and leaves further requests in the socket; messages over
 `_MAX_BYTES` are refused by the socket.
 """

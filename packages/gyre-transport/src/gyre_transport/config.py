@@ -11,13 +11,11 @@ from __future__ import annotations
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from gyre_transport.errors import ConfigError
-
-T = TypeVar("T")
 
 
 def load(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
@@ -54,7 +52,7 @@ def _value(text: str) -> Any:
         return text  # a bare word is a string
 
 
-def section(data: dict[str, Any], name: str, kind: type[T]) -> T:
+def section[T](data: dict[str, Any], name: str, kind: type[T]) -> T:
     """Validate section `name` of `data` (missing = empty) into a frozen struct; raises `ConfigError`."""
     raw = data.get(name, {})
     try:

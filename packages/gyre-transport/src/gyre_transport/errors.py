@@ -46,7 +46,7 @@ class ProcessError(TransportError):
 
 
 class Unreachable(DataError):
-    """Registered memory is there, but cannot be read from here: another machine, another user, or the kernel refuses."""
+    """Registered memory cannot be read from here: another machine, another user, or the kernel refuses."""
 
 
 class StaleDescriptor(DataError):

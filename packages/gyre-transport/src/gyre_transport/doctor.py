@@ -1,0 +1,114 @@
+"""Which ways to remote memory work on this machine: each is tried against a real second process.
+
+python -m gyre_transport.doctor allocate|register      the second process: prints a descriptor, ends at the end of stdin
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from gyre_transport.errors import DataError, TransportError
+from gyre_transport.memory import Descriptor, allocate, read, register
+
+_BYTES = 1 << 20
+_WAIT = 20.0  # seconds
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One backend on this machine."""
+
+    backend: str  # shm | process | tcp | verbs
+    works: bool
+    needed: bool  # nothing of Gyre runs without it
+    use: str
+    detail: str  # how it was tried, or why it does not work
+
+
+def examine() -> list[Finding]:
+    """Try every backend."""
+    shm = _try("allocate")
+    process = _try("register")
+    devices = _verbs_devices()
+    found = f"devices here: {', '.join(devices)}" if devices else "no RDMA device here"
+    return [
+        Finding(
+            backend="shm",
+            works=shm is None,
+            needed=True,
+            use="memory made by allocate(), snapshots",
+            detail=shm or "read 1 MiB of another process through its memfd",
+        ),
+        Finding(
+            backend="process",
+            works=process is None,
+            needed=True,
+            use="memory given to register(), gradient buffers",
+            detail=process or "read 1 MiB of another process with process_vm_readv",
+        ),
+        Finding(backend="tcp", works=False, needed=False, use="other machines", detail="not in this version"),
+        Finding(
+            backend="verbs", works=False, needed=False, use="other machines", detail=f"not in this version; {found}"
+        ),
+    ]
+
+
+def _verbs_devices() -> list[str]:
+    try:
+        return sorted(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        return []
+
+
+def _try(how: str) -> str | None:
+    """Read a second process's memory; None when the bytes came, else why not."""
+    argv = [sys.executable, "-m", "gyre_transport.doctor", how]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as child:
+        try:
+            line = _line(child)
+            if not line:
+                return f"the second process did not answer; run `{' '.join(argv)}` and read what it says"
+            into = np.zeros(_BYTES, np.uint8)
+            read(msgspec.msgpack.decode(bytes.fromhex(line), type=Descriptor), into, deadline=_WAIT)
+            return None if np.array_equal(into, _pattern()) else "other bytes came than were there: report this"
+        except (DataError, ValueError) as e:
+            return str(e)
+        finally:
+            child.kill()
+
+
+def _line(child: subprocess.Popen[bytes]) -> str:
+    assert child.stdout is not None  # noqa: S101  (a pipe was asked for)
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        return child.stdout.readline().decode().strip() if selector.select(_WAIT) else ""
+
+
+def _pattern() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.arange(_BYTES, dtype=np.uint32).astype(np.uint8)
+
+
+def _serve(how: str) -> None:
+    if how == "allocate":
+        region = allocate(_BYTES)
+        region.array()[:] = _pattern()
+    else:
+        region = register(_pattern())
+    with region:
+        sys.stdout.write(msgspec.msgpack.encode(region.descriptor).hex() + "\n")
+        sys.stdout.flush()
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    try:
+        _serve(sys.argv[1])
+    except TransportError as e:
+        sys.exit(str(e))
