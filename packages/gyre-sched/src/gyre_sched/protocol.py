@@ -109,6 +109,7 @@ class Backlog(msgspec.Struct, frozen=True, kw_only=True, tag="backlog"):
     executions_trained: int
     executions_excluded: int
     batches_ready: int = 0  # whole batches that `waiting` makes, plus the open one if it has work left
+    version: int = 0  # weights that the last closed batch made; cells return only once these were published
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):

@@ -1,0 +1,110 @@
+"""The cell state machine: which role may follow which, how long a role may last, how often an edge is tried.
+
+STARTING ──▶ ROLLOUT ──▶ DRAINING ──▶ ENTERING ──▶ TRAINING ──▶ LEAVING ──▶ REFRESHING ──▶ ROLLOUT
+                └─────────────────────────────────────────────────────────────▲   (new weights, no training)
+every role ──▶ FAILED ──▶ REFRESHING | ROLLOUT
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from gyre_sched.config import SchedConfig
+from gyre_sched.errors import IllegalEdge
+from gyre_sched.protocol import CellStatus, EnterRollout, EnterTraining, Refresh, Role
+
+EDGES: MappingProxyType[Role, frozenset[Role]] = MappingProxyType(
+    {
+        Role.STARTING: frozenset({Role.ROLLOUT, Role.REFRESHING, Role.FAILED}),
+        Role.ROLLOUT: frozenset({Role.DRAINING, Role.REFRESHING, Role.FAILED}),
+        Role.DRAINING: frozenset({Role.ENTERING, Role.ROLLOUT, Role.FAILED}),  # ROLLOUT: the drain was cancelled
+        Role.ENTERING: frozenset({Role.TRAINING, Role.FAILED}),
+        Role.TRAINING: frozenset({Role.LEAVING, Role.FAILED}),
+        Role.LEAVING: frozenset({Role.REFRESHING, Role.FAILED}),
+        Role.REFRESHING: frozenset({Role.ROLLOUT, Role.FAILED}),
+        Role.FAILED: frozenset({Role.REFRESHING, Role.ROLLOUT}),
+    }
+)
+
+PASSING = (Role.STARTING, Role.DRAINING, Role.ENTERING, Role.LEAVING, Role.REFRESHING)  # roles that have a deadline
+MOVING = (Role.DRAINING, Role.ENTERING)  # between rollout and training: at most one cell at a time
+
+
+def time_limit(role: Role, config: SchedConfig) -> float | None:
+    """Seconds a cell may stay in `role`; None for roles without a deadline."""
+    return {
+        Role.STARTING: config.start_timeout,
+        Role.DRAINING: config.drain_timeout,
+        Role.ENTERING: config.enter_timeout,
+        Role.LEAVING: config.return_timeout,
+        Role.REFRESHING: config.return_timeout,
+    }.get(role)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request to the cell's agent that is not answered yet."""
+
+    call: int
+    request: EnterTraining | EnterRollout | Refresh
+
+
+@dataclass(slots=True)
+class Cell:
+    """One cell as the scheduler knows it. `since`, `heard` and `retry_at` are times of the events' clock."""
+
+    index: int
+    role: Role = Role.STARTING
+    since: float = 0.0
+    engine: str = ""
+    url: str = ""
+    agent: str = ""
+    capacity: int = 0  # C_e
+    version: int = 0
+    engine_alive: bool = False
+    trainer_alive: bool = False
+    trainer_lost: float | None = None  # when the trainer was last seen to die
+    routable: bool = False  # the agent says that a failed engine is back, refreshed and probed
+    trainer: str = "idle"
+    heard: float = 0.0
+    retry_at: float = 0.0
+    enter_failures: int = 0  # consecutive
+    return_failures: int = 0
+    pending: Pending | None = field(default=None)
+
+    def move(self, to: Role, at: float) -> float:
+        """Take role `to`; returns the seconds spent in the role left. Raises `IllegalEdge`."""
+        if to not in EDGES[self.role]:
+            allowed = ", ".join(sorted(EDGES[self.role]))
+            raise IllegalEdge(f"cell {self.index} is {self.role}: expected one of {allowed} next, got {to!r}")
+        seconds, self.role, self.since = at - self.since, to, at
+        return seconds
+
+    def overdue(self, at: float, config: SchedConfig) -> bool:
+        """Whether the present role has lasted too long. Roles that end with an agent's answer get two heartbeats more
+        than the call itself, so that the answer, which says why, comes first."""
+        limit = time_limit(self.role, config)
+        if limit is None:
+            return False
+        slack = 0.0 if self.role in (Role.STARTING, Role.DRAINING) else 2 * config.heartbeat
+        return at - self.since >= limit + slack
+
+    def barred(self, config: SchedConfig) -> bool:
+        """Entering training failed too often: the cell stays in rollout."""
+        return self.enter_failures >= config.attempts
+
+    def lost(self, config: SchedConfig) -> bool:
+        """Returning to rollout failed too often: only a new agent brings the cell back."""
+        return self.role is Role.FAILED and self.return_failures >= config.attempts
+
+    def status(self, at: float) -> CellStatus:
+        """For an operator."""
+        return CellStatus(
+            cell=self.index,
+            role=self.role,
+            since=at - self.since,
+            version=self.version,
+            engine_alive=self.engine_alive,
+            trainer_alive=self.trainer_alive,
+        )

@@ -1,0 +1,159 @@
+"""gyre-sched: serve the scheduler or a cell agent, ask a scheduler for its status, read a journal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gyre_sched import __version__
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from gyre_sched.service import serve
+    from gyre_transport.process import follow_parent
+    from gyre_transport.run import Context
+
+    follow_parent()
+    _log()
+    asyncio.run(serve(Context(args.config)))
+    return 0
+
+
+def _agent(args: argparse.Namespace) -> int:
+    from gyre_sched.agent import serve
+    from gyre_transport.process import follow_parent
+    from gyre_transport.run import Context
+
+    follow_parent()
+    _log()
+    asyncio.run(serve(Context(args.config), args.cell))
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from gyre_sched import protocol as p
+    from gyre_transport.bus import BlockingClient
+    from gyre_transport.run import Context
+
+    with BlockingClient(Context(args.config).bus.address("scheduler"), p.Reply) as client:
+        status: p.Status = client.call(p.GetStatus(), deadline=args.timeout)
+    if args.json:
+        print(msgspec.json.encode(status).decode())
+        return 0
+    burst = "no burst yet" if status.burst is None else f"burst {status.burst}"
+    print(
+        f"{burst}: {status.dispatched} dispatched, {status.started} started, {status.terminated} terminated; "
+        f"water {status.water} of capacity {status.capacity}; version {status.version}, routes {status.epoch}"
+    )
+    if status.backlog:
+        b = status.backlog
+        print(f"feed: {b.waiting} waiting, batch {b.open_batch} open, {b.batches_closed} batches closed")
+    for cell in status.cells:
+        health = f"engine {_alive(cell.engine_alive)}, trainer {_alive(cell.trainer_alive)}"
+        print(f"cell {cell.cell}: {cell.role} for {cell.since:.0f} s, version {cell.version}, {health}")
+    return 0
+
+
+def _alive(alive: bool) -> str:
+    return "up" if alive else "down"
+
+
+def _journal(args: argparse.Namespace) -> int:
+    from gyre_sched.journal import durations, read_journal
+
+    reading = read_journal(args.file)
+    if args.json:
+        import msgspec
+
+        for event in reading.events:
+            print(msgspec.json.encode(event).decode())
+        if reading.torn:
+            print(f"{reading.torn} bytes not read: {reading.damage}", file=sys.stderr)
+        return 0
+    for event in reading.events:
+        if args.all or event.kind not in ("backlog", "started", "terminated"):
+            print(_line(event.at, event.kind, event.cell, event.numbers))
+    for cell, roles in sorted(durations(reading.events).items()):
+        print(f"cell {cell}: " + ", ".join(f"{role} {seconds:.1f} s" for role, seconds in roles.items()))
+    if reading.torn:
+        print(f"{reading.torn} bytes at the end were not read: {reading.damage}")
+    return 0
+
+
+def _line(at: float, kind: str, cell: int | None, numbers: dict[str, Any]) -> str:
+    clock = time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"
+    where = "" if cell is None else f"cell {cell}"
+    told = "  ".join(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in numbers.items())
+    return f"{clock}  {kind:<18} {where:<8} {told}".rstrip()
+
+
+def _log() -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="gyre-sched", description=__doc__)
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    serve = commands.add_parser("serve", help="run the scheduler until SIGTERM")
+    serve.add_argument("--config", type=Path, required=True, help="a run's resolved config.toml")
+    serve.set_defaults(run=_serve)
+
+    agent = commands.add_parser("agent", help="run the agent of one cell until SIGTERM")
+    agent.add_argument("--config", type=Path, required=True, help="a run's resolved config.toml")
+    agent.add_argument("--cell", type=int, required=True, help="index of the cell; 0 is the core")
+    agent.set_defaults(run=_agent)
+
+    status = commands.add_parser("status", help="print what a running scheduler knows")
+    status.add_argument("--config", type=Path, required=True, help="the run's config.toml")
+    status.add_argument("--json", action="store_true", help="one JSON object")
+    status.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for the answer (default 5)")
+    status.set_defaults(run=_status)
+
+    journal = commands.add_parser("journal", help="print the decisions in a journal")
+    journal.add_argument("file", type=Path, help="RUN/sched/journal")
+    journal.add_argument("--json", action="store_true", help="every event, one JSON object a line")
+    journal.add_argument("--all", action="store_true", help="executions and backlog too")
+    journal.set_defaults(run=_journal)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `argv`; returns the exit code: 0, 1 for an error that was told, 130 when interrupted."""
+    from gyre_sched.errors import SchedError
+
+    args = parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except SchedError as e:
+        return _told(args, e)
+    except Exception as e:
+        from gyre_transport.errors import TransportError
+
+        if isinstance(e, TransportError):
+            return _told(args, e)
+        raise
+    return code
+
+
+def _told(args: argparse.Namespace, error: Exception) -> int:
+    if getattr(args, "json", False):
+        print(json.dumps({"error": str(error)}))
+    print(f"gyre-sched: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""The policy: state + input -> new state + actions. No clock, no I/O: service and simulator drive the same code.
+
+    policy = Policy(SchedConfig(), per_burst=2, steps=6)
+    for action in policy.step(Received(at, CellHello(...))): ...
+
+Every decision leaves a `Record` with the numbers it was taken on. The rules are in `rules`, what requests change in
+`requests`, what is done to cells in `motions`.
+"""
+
+from __future__ import annotations
+
+from gyre_sched import protocol as p
+from gyre_sched import rules
+from gyre_sched.actions import Action, Answer, Input, Publish, Received, Refuse, Returned
+from gyre_sched.cell import Cell
+from gyre_sched.config import SchedConfig
+from gyre_sched.errors import Refused
+from gyre_sched.motions import Motions, Numbers
+from gyre_sched.protocol import Role
+from gyre_sched.requests import Requests
+from gyre_sched.state import Burst, State, Transfer
+
+
+class Policy:
+    """One run's scheduling decisions. `step` is the only way in."""
+
+    def __init__(self, config: SchedConfig, *, per_burst: int, steps: int, epoch: int = 0, at: float = 0.0) -> None:
+        """per_burst: batches of a burst; steps: optimizer steps of the run; epoch: the last routes epoch of an earlier
+        scheduler of this run; at: now."""
+        self.config = config
+        self.per_burst = per_burst
+        self.steps = steps
+        self.state = State(config.cells, epoch=epoch, at=at)
+        self._do = Motions(self.state, config)
+        self._requests = Requests(self.state, self._do)
+
+    def step(self, event: Input) -> list[Action]:
+        """Take one input; returns the actions to carry out, in order. A `Received` has exactly one `Answer` or
+        `Refuse`, the last of them."""
+        self._do.begin()
+        last: Action | None = None
+        if isinstance(event, Received):
+            last = self._received(event.request, event.at)
+        elif isinstance(event, Returned):
+            self._returned(event)
+        else:
+            self._tick(event.at)
+        self._decide(event.at)
+        if isinstance(event, Received):
+            if isinstance(event.request, p.ProxyHello):
+                last = Answer(self.state.routes())
+            elif isinstance(event.request, p.OpenBurst) and last is None:
+                last = Answer(self._grant(event.request, event.at))
+        if self._do.rerouted:
+            self._do.out.append(Publish(self.state.routes()))
+        if last is not None:
+            self._do.out.append(last)
+        return self._do.out
+
+    def _received(self, request: p.Request, at: float) -> Action | None:
+        try:
+            reply = self._requests.handle(request, at)
+        except Refused as e:
+            self._do.record("refused", at, None, {"request": type(request).__name__, "reason": str(e)})
+            return Refuse(str(e))
+        return None if reply is None else Answer(reply)
+
+    # --- bursts -------------------------------------------------------------------------------------------------
+
+    def _grant(self, m: p.OpenBurst, at: float) -> p.Reply:
+        state = self.state
+        obstacle = rules.grant_obstacle(state, at, self.config, per_burst=self.per_burst, steps=self.steps)
+        backlog = state.backlog
+        if obstacle or backlog is None:
+            return p.NotYet(reason=obstacle or "the feed was not heard yet")
+        if state.core.role is Role.TRAINING:
+            self._do.record("core_stays", at, state.core, {"batches_ready": backlog.batches_ready, **state.numbers()})
+        if not state.granted:
+            state.due = backlog.batches_closed
+            state.fates_due = backlog.executions_trained + backlog.executions_excluded
+        state.granted += 1
+        state.due += self.per_burst
+        state.fates_due += m.executions
+        state.count.dispatch(m.executions)
+        state.burst, state.wanted, state.quiet_since = Burst(m.burst, m.executions, state.version, at), None, at
+        self._do.record("burst_granted", at, None, {"burst": m.burst, "executions": m.executions, **state.numbers()})
+        return p.Granted(burst=m.burst, capacity=state.capacity)
+
+    def _settle(self, at: float) -> None:
+        state, burst = self.state, self.state.burst
+        if burst is None or burst.settled or not (how := rules.settled(state, at, self.config)):
+            return
+        burst.settled = True
+        closed = state.backlog.batches_closed if state.backlog else 0
+        numbers: Numbers = {"burst": burst.index, "how": how, "batches_closed": closed, "batches_due": state.due}
+        numbers["seconds"] = at - (burst.ended or at)
+        self._do.record("burst_settled", at, None, numbers)
+        state.due = min(state.due, closed)  # what never came is not owed by the next burst
+
+    # --- agents' answers ----------------------------------------------------------------------------------------
+
+    def _returned(self, event: Returned) -> None:
+        cell, at, reply = self.state.cells[event.cell], event.at, event.reply
+        if cell.pending is None or cell.pending.call != event.call:
+            self._do.record("late_answer", at, cell, {"call": event.call, "answer": type(reply).__name__})
+            return
+        request, cell.pending = cell.pending.request, None
+        if isinstance(request, p.EnterTraining):
+            if isinstance(reply, p.Failed):
+                self._do.enter_failed(cell, at, reply.detail)
+            else:
+                self._entered(cell, at, reply)
+        elif isinstance(reply, p.Failed):
+            self._do.return_failed(cell, at, reply.detail)
+        elif reply.version != request.version:
+            detail = f"expected version {request.version}, the engine serves {reply.version}"
+            self._do.return_failed(cell, at, detail)
+        else:
+            self._refreshed(cell, at, reply)
+
+    def _entered(self, cell: Cell, at: float, reply: p.Done) -> None:
+        began = self.state.moving.began if self.state.moving else at
+        self.state.moving = None
+        self._do.move(cell, Role.TRAINING, at)
+        self._do.record("entered", at, cell, {"seconds": at - began, "agent_seconds": reply.seconds})
+
+    def _refreshed(self, cell: Cell, at: float, reply: p.Done) -> None:
+        cell.version, cell.return_failures = reply.version, 0
+        if cell.role is Role.ROLLOUT:  # refreshed in place: the routes name the new version
+            self._do.reroute()
+        else:
+            if cell.role is Role.LEAVING:
+                self._do.move(cell, Role.REFRESHING, at)
+            self._do.move(cell, Role.ROLLOUT, at)
+        self._do.record("refreshed", at, cell, {"version": reply.version, "agent_seconds": reply.seconds})
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    def _tick(self, at: float) -> None:
+        state, config = self.state, self.config
+        if at - state.ticked > config.lease / 2:  # this process slept, so it could hear nobody: no lease ran out
+            self._do.record("slept", at, None, {"seconds": at - state.ticked})
+            for cell in state.cells:
+                cell.heard = at
+        state.ticked = at
+        for cell in state.cells:
+            if cell.role not in (Role.STARTING, Role.FAILED) and at - cell.heard > config.lease:
+                self._do.fail(cell, at, "lease_expired", 0.0, {"silent": at - cell.heard})
+            elif cell.role is Role.TRAINING and cell.trainer_lost is not None:
+                if at - cell.trainer_lost > config.enter_timeout:
+                    self._do.enter_failed(cell, at, f"no trainer for {config.enter_timeout:g} s")
+            elif cell.overdue(at, config):
+                self._overdue(cell, at)
+
+    def _overdue(self, cell: Cell, at: float) -> None:
+        if cell.role is Role.STARTING:
+            self._do.fail(cell, at, "never_heard", 0.0, {"seconds": at - cell.since})
+        elif cell.role is Role.ENTERING:
+            self._do.enter_failed(cell, at, "no answer in time")
+        elif cell.role is not Role.DRAINING:
+            self._do.return_failed(cell, at, "no answer in time")
+        elif self.state.moving:
+            for proxy in sorted(self.state.moving.waiting):
+                self.state.proxies.pop(proxy, None)
+                self._do.record("proxy_gone", at, cell, {"proxy": proxy, "seconds": at - cell.since})
+            self.state.moving.waiting.clear()
+
+    # --- decisions ----------------------------------------------------------------------------------------------
+
+    def _decide(self, at: float) -> None:
+        """Whatever the rules allow or demand now; nothing more when asked again in the same state."""
+        state, config = self.state, self.config
+        self._watch_drain(at)
+        self._settle(at)
+        bare = state.water > 0 and not state.by_role[Role.ROLLOUT]
+        state.bare_since = (at if state.bare_since is None else state.bare_since) if bare else None
+        if cell := rules.recalled(state, at, config):
+            self._do.leave(cell, at, "recalled: no engine is routable")
+        for cell in rules.returning(state, at, config):
+            self._do.leave(cell, at, "the burst is trained" if state.burst and state.burst.settled else "core stays")
+        for cell in rules.outdated(state, at, config):
+            self._do.refresh(cell, at, in_place=state.water > 0)
+        for cell in state.having(Role.FAILED):
+            self._recover(cell, at)
+        if cell := rules.next_to_train(state, at, config):
+            self._transfer(cell, at)
+            self._watch_drain(at)
+        self._watch_core(at)
+
+    def _transfer(self, cell: Cell, at: float) -> None:
+        state, backlog = self.state, self.state.backlog
+        numbers = {**state.numbers(), "C_e": cell.capacity}
+        self._do.move(cell, Role.DRAINING, at)
+        state.moving = Transfer(cell.index, state.epoch, at, set(state.proxies))
+        if backlog:
+            numbers |= {
+                "waiting": backlog.waiting,
+                "open_batch": backlog.open_batch,
+                "micro_steps_left": backlog.micro_steps_left,
+            }
+        self._do.record("transfer", at, cell, {**numbers, "epoch": state.epoch, "proxies": len(state.proxies)})
+
+    def _watch_drain(self, at: float) -> None:
+        state, moving = self.state, self.state.moving
+        if moving is None or state.cells[moving.cell].role is not Role.DRAINING:
+            return
+        cell = state.cells[moving.cell]
+        if state.water > state.capacity:  # another engine was lost meanwhile: its requests would have nowhere to go
+            state.moving = None
+            self._do.record("transfer_cancelled", at, cell, state.numbers())
+            self._do.move(cell, Role.ROLLOUT, at)
+        elif not moving.waiting:
+            self._do.enter(cell, at)
+
+    def _recover(self, cell: Cell, at: float) -> None:
+        """A failed cell is admitted when its agent says that it is routable, and is told to return when it is not."""
+        config = self.config
+        if not cell.engine_alive or at - cell.heard > config.lease or cell.lost(config):
+            return
+        if cell.routable and cell.trainer == "idle":
+            self._do.admit(cell, at)
+        elif at >= cell.retry_at:
+            self._do.leave(cell, at, "recovery")
+
+    def _watch_core(self, at: float) -> None:
+        """Without a core there is nothing to dispatch for: say so, and grant no burst."""
+        state, core = self.state, self.state.core
+        reason = None
+        if core.barred(self.config):
+            reason = f"the core failed to enter training {core.enter_failures} times; see the log of its trainer"
+        elif core.lost(self.config):
+            reason = f"the core failed to return to rollout {core.return_failures} times; see the log of its agent"
+        if reason != state.halted:
+            state.halted = reason
+            self._do.record("halted" if reason else "resumed", at, core, {"reason": reason, **state.numbers()})

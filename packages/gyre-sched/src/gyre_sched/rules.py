@@ -1,0 +1,142 @@
+"""The rules, as pure functions of the state: who may move when, what counts as trained, what a burst waits for."""
+
+from __future__ import annotations
+
+from gyre_sched.cell import MOVING, Cell
+from gyre_sched.config import SchedConfig
+from gyre_sched.protocol import Role
+from gyre_sched.state import State
+
+_FRESH = 10.0  # seconds a burst asked for counts as still wanted; a waiting runner asks every half second
+
+
+def water_allows(state: State, cell: Cell) -> bool:
+    """The water level: w <= C_R - C_e, what stays routable covers all unfinished executions."""
+    return state.water <= state.capacity - cell.capacity
+
+
+def settled(state: State, at: float, config: SchedConfig) -> str | None:
+    """Why all data of the bursts granted so far counts as trained; None while it does not."""
+    backlog = state.backlog
+    if state.water or backlog is None:
+        return None
+    if backlog.version > state.version:
+        return None  # trained, but the weights it made are not published yet
+    quiet = at - state.quiet_since >= config.settle_timeout
+    if not backlog.batches_ready and backlog.open_batch is None:
+        if not state.granted:
+            return "nothing dispatched"
+        if backlog.batches_closed >= state.due:
+            return "every batch closed"
+        if backlog.executions_trained + backlog.executions_excluded >= state.fates_due:
+            return "every execution trained or excluded"
+    if state.granted and quiet and not backlog.micro_steps_left:
+        return f"the feed was quiet for {config.settle_timeout:g} s"
+    return None
+
+
+def has_data(state: State, cell: Cell) -> bool:
+    """Whether `cell` would find something to train on. The core also closes a batch that has no work left."""
+    backlog = state.backlog
+    if backlog is None:
+        return False
+    if backlog.micro_steps_left or backlog.waiting or backlog.batches_ready:
+        return True
+    return cell.index == 0 and backlog.open_batch is not None
+
+
+def next_to_train(state: State, at: float, config: SchedConfig) -> Cell | None:
+    """The cell that leaves rollout now: the core first, then satellites in order, one at a time; None if none may."""
+    if state.stopping or state.halted or any(state.by_role[r] for r in MOVING):
+        return None
+    if not state.by_role[Role.ROLLOUT] or state.backlog is None:
+        return None
+    core = state.core
+    if core.role is Role.ROLLOUT:
+        cell = core
+    elif core.role is Role.TRAINING:
+        able = [i for i in state.by_role[Role.ROLLOUT] if not state.cells[i].barred(config)]
+        if not able:
+            return None
+        cell = state.cells[min(able)]
+    else:
+        return None
+    if cell.pending or cell.barred(config) or not water_allows(state, cell) or not has_data(state, cell):
+        return None
+    if settled(state, at, config) or core_stays(state, at, config):
+        return None
+    return cell
+
+
+def core_stays(state: State, at: float, config: SchedConfig) -> bool:
+    """After a burst the core trains on only if another batch is ready and the capacity of the other cells covers the
+    executions about to be dispatched."""
+    wanted, backlog = state.wanted, state.backlog
+    if not config.core_stays or state.water or wanted is None or at - wanted.at > _FRESH or backlog is None:
+        return False
+    if state.core.role is not Role.TRAINING or not backlog.batches_ready:
+        return False
+    others = state.having(Role.ROLLOUT, Role.TRAINING, Role.LEAVING, Role.REFRESHING)
+    return wanted.executions <= sum(c.capacity for c in others if c.index)
+
+
+def returning(state: State, at: float, config: SchedConfig) -> list[Cell]:
+    """Training cells that go back to rollout now. They do not go earlier: their engines would take weights that the
+    open batch is about to replace, and by the water rule the routable engines cover the work."""
+    training = state.having(Role.TRAINING)
+    if not training or state.water:
+        return []
+    if settled(state, at, config):
+        return training
+    return [c for c in training if c.index] if core_stays(state, at, config) else []
+
+
+def recalled(state: State, at: float, config: SchedConfig) -> Cell | None:
+    """The healthy floor: with work but no engine for `floor_grace`, the training cell that would return first."""
+    if state.bare_since is None or at - state.bare_since < config.floor_grace:
+        return None
+    if state.by_role[Role.LEAVING] or state.by_role[Role.REFRESHING] or not state.by_role[Role.TRAINING]:
+        return None
+    return state.cells[max(state.by_role[Role.TRAINING])]
+
+
+def wanted_version(state: State) -> int:
+    """Oldest weights an engine may join the routes with: those of the open burst, the current ones between bursts."""
+    return state.burst.version if state.water and state.burst else state.version
+
+
+def outdated(state: State, at: float, config: SchedConfig) -> list[Cell]:
+    """Cells in rollout whose engines take the current weights now."""
+    if state.water:
+        due = config.refresh_in_rollout
+    else:
+        due = bool(settled(state, at, config)) or core_stays(state, at, config)
+    if not due:
+        return []
+    return [c for c in state.having(Role.ROLLOUT) if c.version < state.version and not c.pending]
+
+
+def grant_obstacle(state: State, at: float, config: SchedConfig, *, per_burst: int, steps: int) -> str | None:
+    """Why no burst can be granted now; None if it can."""
+    if state.stopping is not None:
+        return f"shutting down: {state.stopping or 'asked to'}"
+    if state.halted:
+        return state.halted
+    if state.water:
+        return f"burst {state.burst.index if state.burst else '?'} has {state.water} unfinished executions"
+    backlog = state.backlog
+    if backlog is None:
+        return "the feed was not heard yet"
+    if (state.due if state.granted else backlog.batches_closed) + per_burst > steps:
+        return f"all {steps} steps have their executions"
+    stays = core_stays(state, at, config)
+    if not stays and settled(state, at, config) is None:
+        return "data of the last burst is not trained yet"
+    roles = [Role.STARTING, *MOVING, Role.LEAVING, Role.REFRESHING, Role.TRAINING]
+    if busy := [c for c in state.having(*roles) if not (stays and c.index == 0)]:
+        return f"cell {busy[0].index} is {busy[0].role}"
+    if not state.capacity:
+        return "no engine is routable"
+    if state.cells and any(c.version < state.version for c in state.having(Role.ROLLOUT)):
+        return f"engines are not at version {state.version} yet"
+    return None
