@@ -18,12 +18,11 @@ from typing import Literal
 import msgspec
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[model], as far as the trainer reads it."""
 
     path: str  # Hugging Face folder
     name: str = "policy"
-    source: str = ""  # what `path` was resolved from
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +55,9 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = None  # lower bound on the loss of negative advantages, as a ratio > 1
-    old: Literal["behaviour", "recompute"] = "behaviour"  # pi_old: the engine's, or the trainer's at the batch's version
+    old: Literal["behaviour", "recompute"] = (
+        "behaviour"  # pi_old: the engine's, or the trainer's at the batch's version
+    )
     correction: Literal["none", "tis", "icepop"] = "none"  # weights between trainer and engine probabilities
     correction_low: float = 0.5  # icepop drops tokens below
     correction_high: float = 2.0  # tis truncates at, icepop drops tokens above

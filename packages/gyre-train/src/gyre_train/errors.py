@@ -25,8 +25,8 @@ class LayoutMismatch(TrainError):
     """A contribution does not fit the gradient buffers it should be added to."""
 
 
-class AgentLost(TrainError):
-    """The cell agent has not answered for longer than allowed."""
+class PeerLost(TrainError):
+    """A service this process depends on has not answered for longer than allowed."""
 
 
 class FeedError(TrainError):

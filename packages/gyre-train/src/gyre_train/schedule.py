@@ -10,8 +10,8 @@ from gyre_train.config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Learning rate of optimizer step `step` (the first is 0) in a run of `steps`.
 
-    It climbs linearly to `lr` over `warmup_steps` (step 0 already takes lr / warmup_steps), then decays from `lr` and would
-    reach `min_lr` at step `steps`; beyond that it stays there.
+    It climbs linearly to `lr` over `warmup_steps` (step 0 already takes lr / warmup_steps), then decays from `lr` and
+    would reach `min_lr` at step `steps`; beyond that it stays there.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
