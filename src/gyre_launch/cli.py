@@ -50,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(arguments: argparse.Namespace) -> int:
     """Run the command; an error of ours is one message and exit code 1, anything else is a bug and shows its trace."""
-    from gyre_sched.errors import SchedError
-
     from gyre_launch.errors import LaunchError
+    from gyre_sched.errors import SchedError
     from gyre_transport.errors import TransportError
 
     command = {"run": _run, "status": _status, "summary": _summary, "doctor": _doctor}[arguments.command]

@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 import tomli_w
+from gyre_sched.engine.config import EngineConfig
+
 from gyre_agent_proxy.config import ProxyConfig
 from gyre_agent_proxy.runner.config import RunnerConfig
-from gyre_sched.config import SchedConfig
-from gyre_sched.engine.config import EngineConfig
-from gyre_train.feed.config import FeedConfig
-
 from gyre_launch import models
+from gyre_sched.config import SchedConfig
 from gyre_train.config import TrainConfig
+from gyre_train.feed.config import FeedConfig
 from gyre_transport.config import load, only, section
 from gyre_transport.errors import ConfigError
 from gyre_transport.run import BatchConfig, BusConfig, RunConfig
@@ -85,7 +85,7 @@ def resolve(path: Path, overrides: list[str], *, convert_model: bool = True) -> 
         raise ConfigError(f"[run] must be a section, got {run!r}")
     name = run.setdefault("name", path.resolve().parent.name if path.stem == "run" else path.stem)
     run["dir"] = str(Path(run.get("dir") or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve())
-    sections = {key: section(data, key, kind) for key, kind in SECTIONS.items()}
+    sections: dict[str, Any] = {key: section(data, key, kind) for key, kind in SECTIONS.items()}
 
     sections["model"] = _model(sections["model"], base, convert_model)
     sections["runner"] = _runner(sections["runner"], base)
