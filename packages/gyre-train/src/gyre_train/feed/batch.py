@@ -6,7 +6,7 @@ group prepared ─▶ packer ─▶ micro-steps ─▶ leases ─▶ counted    
 from __future__ import annotations
 
 from gyre_train.feed.leases import Leases
-from gyre_train.feed.packer import Packer
+from gyre_train.feed.packer import PackedStep, Packer
 from gyre_train.feed.prepare import Fated, PreparedGroup
 
 
@@ -37,6 +37,7 @@ class Batch:
         self.groups: list[PreparedGroup] = []
         self.leases = Leases(core=core, lease=lease, now=now)
         self.tokens_computed = 0
+        self.targets_computed = 0
         self.largest = 0  # tokens of the largest micro-step
         self.resets = 0
         self._packed: list[bytes] = []
@@ -51,14 +52,15 @@ class Batch:
         """|E| of the groups so far: placeholders and zero advantages included, exclusions not."""
         return sum(e.fated is not Fated.EXCLUDED for g in self.groups for e in g.executions)
 
-    def add(self, group: PreparedGroup, micro_steps: list[tuple[bytes, int]]) -> None:
-        """The next group, and the micro-steps (msgpack of `Packed`, tokens) that its arrival completed."""
+    def add(self, group: PreparedGroup, micro_steps: list[PackedStep]) -> None:
+        """The next group, and the micro-steps that its arrival completed."""
         self.groups.append(group)
-        for packed, tokens in micro_steps:
+        for step in micro_steps:
             self.leases.add()
-            self._packed.append(packed)
-            self.tokens_computed += tokens
-            self.largest = max(self.largest, tokens)
+            self._packed.append(step.data)
+            self.tokens_computed += step.tokens
+            self.targets_computed += step.targets
+            self.largest = max(self.largest, step.tokens)
         if self.full:
             self.leases.seal()
 

@@ -11,6 +11,7 @@ groups.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from gyre_train.feed.buffer import Buffer, Group, admitted
 from gyre_train.feed.config import FeedConfig
 from gyre_train.feed.leases import Step
 from gyre_train.feed.metrics import step_record
-from gyre_train.feed.packer import Packer
+from gyre_train.feed.packer import PackedStep, Packer
 from gyre_train.feed.prepare import Fated, PreparedGroup
 from gyre_train.protocol import (
     Claim,
@@ -87,8 +88,7 @@ class Feed:
 
     def to_prepare(self) -> tuple[int, Group] | None:
         """The next complete group whose rows are needed soon: for the open batch or the one after it."""
-        ahead = self._filled + self.size * (2 if self.batch else 1)
-        for number in range(self._filled, min(ahead, len(self.buffer.complete))):
+        for number in range(self._filled, min(self._next + self.size, len(self.buffer.complete))):
             if number not in self._prepared:
                 return number, self.buffer.complete[number]
         return None
@@ -106,7 +106,7 @@ class Feed:
             return None
         return self.batch, *self._prepared[self._filled]
 
-    def packed(self, batch: Batch, group: PreparedGroup, micro_steps: list[tuple[bytes, int]]) -> None:
+    def packed(self, batch: Batch, group: PreparedGroup, micro_steps: list[PackedStep]) -> None:
         """The group and the micro-steps its arrival completed; ignored when the batch was given up meanwhile."""
         if batch is not self.batch:
             return
@@ -199,17 +199,17 @@ class Feed:
 
     def _index(self, version: int) -> int:
         """The batch that is trained on `version`."""
-        if not self.closed:
-            return version if self._base is None else self._base
-        head = self.closed[-1]
-        if version == head.new_version:
-            return head.index + 1
+        if self._base is None:
+            return version
+        if self.closed and version == self.closed[-1].new_version:
+            return self.closed[-1].index + 1
         for closed in self.closed:
             if closed.version == version and closed.new_version > version:
                 return closed.index
+        known = [c.version for c in self.closed]
         raise FeedError(
-            f"no batch is trained on version {version!r}: the last step made version {head.new_version}, "
-            f"and the feed knows versions from {self.closed[0].version} on"
+            f"no batch can be opened on version {version!r}: the feed is at version {self._version} "
+            f"and could replay from {known!r}; did the core restore another run's checkpoint?"
         )
 
     def _roll_back(self, index: int) -> None:
@@ -272,6 +272,24 @@ class Feed:
             )
         return batch, step_record(batch, request, now - batch.opened)
 
+    def implied_close(self, request: Request) -> CloseBatch | None:
+        """A core that opens the next version without having closed this batch stepped, saved and died before it could
+        say so: its batch must be closed, not trained again. Loss is what the leases know, the rest is not a number."""
+        batch = self.batch
+        if not isinstance(request, OpenBatch) or batch is None or request.version != batch.version + 1:
+            return None
+        if not batch.leases.finished:
+            return None
+        return CloseBatch(
+            cell=request.cell,
+            batch=batch.index,
+            version=request.version,
+            loss=batch.leases.loss / max(1, batch.executions),
+            grad_norm=math.nan,
+            learning_rate=math.nan,
+            seconds=math.nan,
+        )
+
     def commit(self, batch: Batch, request: CloseBatch) -> None:
         """The record is written: the batch is closed and its executions have met their fate."""
         for group in batch.groups:
@@ -316,6 +334,13 @@ class Feed:
         """Number of the next group to go into a batch."""
         return self._first_group(self.batch.index) + len(self.batch.groups) if self.batch is not None else self._next
 
+    @property
+    def _version(self) -> int:
+        """The weights that the last closed batch made, as far as known."""
+        if self.closed:
+            return self.closed[-1].new_version
+        return self.batch.version if self.batch is not None else 0
+
     def _work_left(self) -> int:
         """Micro-steps of the open batch that are not computed; rows that are not packed yet count as one."""
         if self.batch is None:
@@ -336,12 +361,12 @@ class Feed:
             executions_trained=self.buffer.trained,
             executions_excluded=self.buffer.excluded,
             batches_ready=len(waiting) // self.size + int(left > 0),
+            version=self._version,
         )
 
     def stats(self) -> Stats:
         """For an operator."""
         steps = self.batch.leases.steps if self.batch is not None else ()
-        version = self.batch.version if self.batch is not None else self.closed[-1].new_version if self.closed else 0
         return Stats(
             groups_complete=len(self.buffer.complete),
             executions_waiting=self.backlog().waiting,
@@ -351,5 +376,5 @@ class Feed:
             open_batch=None if self.batch is None else self.batch.index,
             micro_steps_done=len(steps) - self.batch.leases.left if self.batch is not None else 0,
             micro_steps_total=len(steps),
-            version=version,
+            version=self._version,
         )

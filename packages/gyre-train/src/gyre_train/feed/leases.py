@@ -262,7 +262,7 @@ class Leases:
         named = sorted((*cells, *lost))
         if named != list(self._handed):
             if not self._handed and set(cells) <= set(self._taken):  # repeated: the reply was lost
-                return Reopened() if self._queue else Ok()
+                return Ok() if self.finished else Reopened()
             raise FeedError(f"the core was handed the sums of cells {list(self._handed)!r}, but answers for {named!r}")
         self._handed = ()
         for cell in cells:

@@ -32,7 +32,8 @@ def step_record(batch: Batch, close: CloseBatch, seconds: float) -> dict[str, An
             cells[step.cell] += 1
         for name, value in step.metrics.items():
             sums[name] += value
-    computed = sums.pop("targets", 0)
+    computed = batch.targets_computed
+    sums.pop("targets", None)
     return {
         "step": batch.index + 1,
         "version": batch.version,
@@ -50,7 +51,7 @@ def step_record(batch: Batch, close: CloseBatch, seconds: float) -> dict[str, An
         "tokens_computed": batch.tokens_computed,
         "largest_micro_step": batch.largest,
         "targets": targets,
-        "targets_computed": int(computed),
+        "targets_computed": computed,
         "zero_advantage_executions": sum(_zero(m) for m in inside),
         "left_out": dict(left_out),
         "staleness": batch.version - behaviour / versioned if versioned else None,

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 
 from gyre_traj.packing import Row, pack_forests, pack_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A micro-step ready to be claimed: msgpack of `gyre_traj.packing.Packed`, and its size."""
+
+    data: bytes
+    tokens: int
+    targets: int
 
 
 class Packer:
@@ -28,8 +37,8 @@ class Packer:
         """Tokens that wait."""
         return sum(r.ids.size for r in self._rows)
 
-    def push(self, rows: list[Row], *, last: bool) -> list[tuple[bytes, int]]:
-        """Add a group's rows, numbered in the batch; return the micro-steps now due: (msgpack of `Packed`, tokens).
+    def push(self, rows: list[Row], *, last: bool) -> list[PackedStep]:
+        """Add a group's rows, numbered in the batch; return the micro-steps now due.
 
         last: no group will follow, so everything is due.
         """
@@ -40,4 +49,4 @@ class Packer:
             return []
         due = self._pack(self._rows, self.budget)
         self._rows = []
-        return [(msgspec.msgpack.encode(p), p.tokens) for p in due]
+        return [PackedStep(msgspec.msgpack.encode(p), p.tokens, p.targets) for p in due]

@@ -80,7 +80,10 @@ def prepare_group(group: Group, config: FeedConfig, seed: int) -> tuple[Prepared
         if member.outcome.ending is not Ending.SCORED:
             continue
         try:
-            selections[execution] = _selection(member, config, seed)
+            selection = _selection(member, config, seed)
+            if not selection.targets:
+                raise FeedError("it holds no token that can be trained on")
+            selections[execution] = selection
         except (TrajError, FeedError, OSError) as e:
             broken[execution] = f"its call log cannot be used: {e}"
             log.error("execution %r is excluded: %s", execution, broken[execution])

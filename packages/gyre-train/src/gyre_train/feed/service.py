@@ -80,6 +80,9 @@ class FeedService:
         try:
             if isinstance(request, protocol.CloseBatch):
                 return self._close(request)
+            if (implied := self.feed.implied_close(request)) is not None:
+                log.warning("batch %d was stepped but not closed; it is closed now", implied.batch)
+                self._close(implied)
             return self.feed.answer(request, time.monotonic())
         finally:
             self._touch()
