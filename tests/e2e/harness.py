@@ -1,0 +1,36 @@
+"""A small agent: two turns, a reviewer sub-agent, a compaction and a turn after it. Every second call streams."""
+
+import os
+import pathlib
+import sys
+
+from openai import OpenAI
+
+client = OpenAI(max_retries=0, timeout=300)
+model = os.environ["MODEL"]
+
+
+def ask(messages, role="main", stream=False):
+    request = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": 24,
+        "temperature": 1.0,
+        "extra_headers": {"x-gyre-role": role},
+    }
+    if not stream:
+        return client.chat.completions.create(**request).choices[0].message.content or ""
+    chunks = client.chat.completions.create(**request, stream=True)
+    return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+
+
+instruction = pathlib.Path(sys.argv[1]).read_text()
+history = [{"role": "user", "content": instruction}]
+first = ask(history)
+history += [{"role": "assistant", "content": first}, {"role": "user", "content": "again, other words"}]
+second = ask(history, stream=True)
+history.append({"role": "assistant", "content": second})
+review = ask([{"role": "system", "content": "review"}, {"role": "user", "content": second}], role="sub-agent")
+summary = ask([*history, {"role": "user", "content": "tell it in short"}], role="main-summary", stream=True)
+final = ask([{"role": "user", "content": f"{instruction}\n{summary}\n{review}"}])
+pathlib.Path("answer.txt").write_text(final)

@@ -1,0 +1,184 @@
+"""The whole loop on a 2-layer random Qwen3: real SGLang engines, a real Megatron replica a cell, real agent runs.
+
+One run of four steps in two bursts; every test looks at what it left.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from gyre_agent_proxy.runner.ledger import Ledger
+from gyre_launch import summary as summaries
+from gyre_sched.journal import read_journal
+from gyre_traj.log import Log, read_log
+from gyre_traj.records import unpack_ids, unpack_logprobs
+from gyre_traj.tree import Tree
+from gyre_transport.run import RunDir
+
+pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.megatron, pytest.mark.timeout(1200)]
+
+HARNESS = Path(__file__).with_name("harness.py")
+VERIFIER = """
+import json, os, pathlib
+text = pathlib.Path("answer.txt").read_text()
+share = sum(c.isascii() and c.isalpha() for c in text) / max(1, len(text))
+pathlib.Path(os.environ["LOGS_DIR"], "verifier", "reward.json").write_text(json.dumps(share))
+"""
+STEPS, GROUPS, SIZE, PER_BURST = 4, 2, 4, 2
+
+
+def write_tasks(folder: Path) -> None:
+    for name in ("alpha", "beta", "gamma"):
+        (folder / name / "tests").mkdir(parents=True)
+        (folder / name / "task.toml").write_text('[metadata]\nartifacts = ["answer.txt"]\n')
+        (folder / name / "instruction.md").write_text(f"hello world, tell me about {name}")
+        (folder / name / "tests" / "verify.py").write_text(VERIFIER)
+
+
+def write_config(folder: Path, model: Path) -> Path:
+    config = folder / "run.toml"
+    config.write_text(f"""
+[run]
+dir = "{folder / "run"}"
+steps = {STEPS}
+[model]
+source = "{model}"
+[batch]
+groups = {GROUPS}
+group_size = {SIZE}
+per_burst = {PER_BURST}
+[sched]
+capacity = {GROUPS * SIZE}
+[engine]
+context_length = 1024
+max_running = 16
+[feed]
+tokens = 512
+[train]
+dtype = "bf16"
+checkpoint_every = 2
+optimizer = {{ lr = 1e-3 }}
+[runner]
+tasks = "tasks"
+harness = ["{{python}}", "{HARNESS}", "{{instruction_file}}"]
+env = {{ MODEL = "{{model}}", OPENAI_BASE_URL = "{{base_url}}", OPENAI_API_KEY = "{{key}}" }}
+budget = 300
+""")
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> RunDir:
+    folder = tmp_path_factory.mktemp("loop")
+    write_tasks(folder / "tasks")
+    config = write_config(folder, tiny_model)
+    done = subprocess.run(
+        [sys.executable, "-m", "gyre_launch.cli", "run", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=1100,
+        check=False,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return RunDir(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def summary(run: RunDir) -> dict:
+    return json.loads(run.summary.read_text())
+
+
+@pytest.fixture(scope="module")
+def logs(run: RunDir) -> list[Log]:
+    return [read_log(path) for path in sorted(run.calls.glob("*.gtraj"))]
+
+
+def test_every_execution_ends_once(summary: dict, run: RunDir) -> None:
+    executions = summary["run"]["executions"]
+    assert executions["dispatched"] == STEPS * GROUPS * SIZE
+    assert executions["trained"] + executions["placeholder"] + executions["excluded"] == executions["dispatched"]
+    assert executions["without_fate"] == 0
+    assert executions["excluded"] == 0, executions["excluded_reasons"]
+    by_step = Counter(row.trained_step for row in Ledger(run.ledger).rows())
+    assert by_step == dict.fromkeys(range(1, STEPS + 1), GROUPS * SIZE)
+
+
+def test_no_call_failed_and_some_moved(summary: dict, logs: list[Log]) -> None:
+    assert summary["run"]["calls_failed"] == 0
+    assert summary["run"]["calls"] == sum(len(log.calls) for log in logs) == STEPS * GROUPS * SIZE * 5
+    assert summary["run"]["calls_moved"] > 0
+
+
+def test_both_cells_train_and_weights_advance(summary: dict) -> None:
+    steps = summary["steps"]
+    assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
+    assert any(len([n for n in s["micro_steps"].values() if n]) == 2 for s in steps)
+    assert all(s["tokens_unique"] < s["tokens_total"] for s in steps)
+    assert summary["run"]["weight_versions"] == list(range(STEPS + 1))
+    assert all(s["grad_norm"] > 0 for s in steps)
+
+
+def test_engines_served_the_weights_of_their_burst(logs: list[Log]) -> None:
+    served = {span.version for log in logs for call in log.calls for span in call.versions}
+    assert served == {0, PER_BURST}
+
+
+def test_every_transfer_obeyed_the_water_level(run: RunDir) -> None:
+    transfers = [e for e in read_journal(run.journal).events if e.kind == "transfer"]
+    assert {e.cell for e in transfers} == {0, 1}
+    for e in transfers:
+        assert e.numbers["w"] <= e.numbers["C_R"] - e.numbers["C_e"], e
+
+
+def test_ids_sent_are_ids_recorded_and_children_extend_their_parents(logs: list[Log]) -> None:
+    children = 0
+    for log in logs:
+        for call in log.calls:
+            output, logprobs = unpack_ids(call.output), unpack_logprobs(call.logprobs)
+            assert len(output) == len(logprobs) > 0
+            assert sum(a.tokens for a in call.attempts) == len(output)
+            assert call.versions[0].start == 0
+            assert call.versions[-1].end == len(output)
+            if call.parent is not None:
+                children += 1
+                parent = log.full_ids(call.parent)
+                assert (log.full_prompt(call.call)[: len(parent)] == parent).all()
+        tree = Tree.from_log(log)
+        assert len(tree.leaves) >= 3  # the summary's turn, the reviewer, the turn after the compaction
+    assert children == len(logs) * 2  # the second turn and the summary
+
+
+def test_the_policy_loads_and_has_moved(run: RunDir, tiny_model: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    before = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(run.policy).state_dict()
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_summary_can_be_made_again(run: RunDir, summary: dict) -> None:
+    assert summaries.build(run) == summary
+    assert summary["cells"]
+    assert "role changes" in summaries.text(summary)
+
+
+def test_nothing_is_left_behind(run: RunDir) -> None:
+    marker = str(run.path)
+    left = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if marker in command:
+                left.append(command)
+    assert not left
