@@ -1,27 +1,34 @@
-"""Exact call records, trajectory trees, bounded selection, fair weights and packed batches for agent RL."""
+"""Exact call records, trajectory trees, bounded selection, fair weights and packed batches for agent RL.
 
-from gyre_traj.admission import Admission, admit, check_outcome
-from gyre_traj.advantage import group_advantages
-from gyre_traj.errors import TrajError
-from gyre_traj.intake import Ending, Outcome
-from gyre_traj.log import Log, LogWriter, read_log
-from gyre_traj.packing import Packed, PackedArrays, Row, pack_forests, pack_rows
-from gyre_traj.records import (
-    Attempt,
-    Call,
-    Delivered,
-    Header,
-    Record,
-    Span,
-    pack_ids,
-    pack_logprobs,
-    unpack_ids,
-    unpack_logprobs,
-)
-from gyre_traj.roles import DEFAULT_PRIORITY, RolePriority, load_priority
-from gyre_traj.selection import Selection, Trajectory, select
-from gyre_traj.tree import Tree
-from gyre_traj.weights import Aggregation, Counting, Weighted, target_weights, weigh
+Names are imported when first used, so that importing the package costs next to nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gyre_traj.admission import Admission, admit, check_outcome
+    from gyre_traj.advantage import group_advantages
+    from gyre_traj.errors import TrajError
+    from gyre_traj.intake import Ending, Outcome
+    from gyre_traj.log import Log, LogWriter, read_log
+    from gyre_traj.packing import Packed, PackedArrays, Row, pack_forests, pack_rows
+    from gyre_traj.records import (
+        Attempt,
+        Call,
+        Delivered,
+        Header,
+        Record,
+        Span,
+        pack_ids,
+        pack_logprobs,
+        unpack_ids,
+        unpack_logprobs,
+    )
+    from gyre_traj.roles import DEFAULT_PRIORITY, RolePriority, load_priority
+    from gyre_traj.selection import Selection, Trajectory, select
+    from gyre_traj.tree import Node, Tree
+    from gyre_traj.weights import Aggregation, Counting, Weighted, target_weights, weigh
 
 __version__ = "0.1.0"
 
@@ -37,6 +44,7 @@ __all__ = [
     "Header",
     "Log",
     "LogWriter",
+    "Node",
     "Outcome",
     "Packed",
     "PackedArrays",
@@ -64,3 +72,29 @@ __all__ = [
     "unpack_logprobs",
     "weigh",
 ]
+
+_HOMES = {
+    "admission": ("Admission", "admit", "check_outcome"),
+    "advantage": ("group_advantages",),
+    "errors": ("TrajError",),
+    "intake": ("Ending", "Outcome"),
+    "log": ("Log", "LogWriter", "read_log"),
+    "packing": ("Packed", "PackedArrays", "Row", "pack_forests", "pack_rows"),
+    "records": (
+        *("Attempt", "Call", "Delivered", "Header", "Record", "Span"),
+        *("pack_ids", "pack_logprobs", "unpack_ids", "unpack_logprobs"),
+    ),
+    "roles": ("DEFAULT_PRIORITY", "RolePriority", "load_priority"),
+    "selection": ("Selection", "Trajectory", "select"),
+    "tree": ("Node", "Tree"),
+    "weights": ("Aggregation", "Counting", "Weighted", "target_weights", "weigh"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

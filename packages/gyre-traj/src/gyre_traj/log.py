@@ -1,15 +1,39 @@
-"""The call log: append-only, framed, checksummed; one file an execution."""
+"""The call log: append-only, framed, checksummed; one file an execution.
+
+    file    = "GTRAJ\\n" + format (uint16 LE) + frame*
+    frame   = payload length (uint32 LE) + crc32 of length and payload (uint32 LE) + payload
+    payload = one `gyre_traj.records.Record`, msgpack
+
+A process killed at any moment leaves whole frames and at most one torn one at the end: readers report it, the next
+writer cuts it. A frame that fails its checksum with more frames behind it is damage and never cut silently.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gyre_traj.records import Call, Header, Record
+from gyre_traj.errors import BrokenCall, CorruptLog, LogError, NotALog, UnknownCall
+from gyre_traj.records import Call, Delivered, Header, Record, unpack_ids
+
+FORMAT = 1
+_MAGIC = b"GTRAJ\n"
+_PREFACE = _MAGIC + struct.pack("<H", FORMAT)
+_FRAME = struct.Struct("<II")
+_TAGS = {"header", "call", "delivered"}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Record)
 
 
 class LogWriter:
@@ -18,22 +42,62 @@ class LogWriter:
     `torn`: bytes of a torn tail that opening cut off. Raises `LogError`, `NotALog`, `CorruptLog`.
     """
 
-    torn: int
-
     def __init__(self, path: str | Path) -> None:
-        raise NotImplementedError
+        self._path = Path(path)
+        self._fd = -1
+        self.torn = 0
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LogError(f"log {str(path)!r} has another writer; a log takes one at a time") from None
+            data = self._path.read_bytes()
+            frames = list(_frames(data, str(path)))
+            self._end = frames[-1][1] if frames else min(len(data), len(_PREFACE))
+            self._started = bool(frames)
+            self.torn = len(data) - self._end
+            if self._end < len(_PREFACE):  # a new file, or one whose writer died in its first bytes
+                self.torn = len(data)
+                os.ftruncate(self._fd, 0)
+                self._end = 0
+                self._write(_PREFACE)
+            elif self.torn:
+                os.ftruncate(self._fd, self._end)
+        except OSError as error:
+            self.close()
+            raise LogError(f"log {str(path)!r} cannot be opened for writing: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def empty(self) -> bool:
+        """No record is in the log: a `Header` comes next."""
+        return not self._started
 
     def append(self, record: Record) -> None:
-        """Hand one whole frame to the operating system; it survives the death of this process."""
-        raise NotImplementedError
+        """Hand one whole frame to the operating system; it survives the death of this process.
+
+        Raises `LogError` when the disk is full or the log is closed; the log then ends with the record before.
+        """
+        if isinstance(record, Header) is self._started:
+            raise LogError(f"log {str(self._path)!r}: the first record, and no other, is a Header; got {record!r:.80}")
+        self._write(encode_frame(record))
+        self._started = True
 
     def sync(self) -> None:
         """Force what was appended to disk; it survives the death of the machine."""
-        raise NotImplementedError
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise LogError(f"log {str(self._path)!r} cannot be synced: {error}") from error
 
     def close(self) -> None:
         """Close the file; idempotent."""
-        raise NotImplementedError
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def __enter__(self) -> Self:
         return self
@@ -43,25 +107,140 @@ class LogWriter:
     ) -> None:
         self.close()
 
+    def _write(self, frame: bytes) -> None:
+        if self._fd < 0:
+            raise LogError(f"log {str(self._path)!r} is closed; open a new LogWriter to append")
+        cause: OSError | None = None
+        try:
+            written = os.write(self._fd, frame)
+        except OSError as error:
+            written, cause = 0, error
+        if written != len(frame):
+            os.ftruncate(self._fd, self._end)
+            raise LogError(
+                f"log {str(self._path)!r}: wrote {written} of {len(frame)} bytes ({cause or 'short write'}); "
+                "the record was taken back; free disk space and append it again"
+            ) from cause
+        self._end += written
 
+
+@dataclass(slots=True, eq=False)
 class Log:
     """A log as read."""
 
-    header: Header | None  # None: no whole header yet
-    calls: list[Call]  # in the order written
-    delivered: dict[str, bool]  # call id -> True if any answer of it reached the harness whole
-    torn: int  # bytes after the last whole record
-    skipped: int  # records of kinds this package does not know
+    header: Header | None = None  # None: no whole header yet
+    calls: list[Call] = field(default_factory=list)  # in the order written
+    delivered: dict[str, bool] = field(default_factory=dict)  # call id -> some answer of it reached the harness whole
+    torn: int = 0  # bytes after the last whole record: a dead writer's, or one that is writing now
+    skipped: int = 0  # records of kinds this package does not know
+    _index: dict[str, Call] = field(default_factory=dict, repr=False)
+
+    def call(self, call: str) -> Call:
+        """Return a call's record. Raises `UnknownCall`."""
+        if call not in self._index:
+            self._index = {c.call: c for c in reversed(self.calls)}  # of repeated records the first counts
+        try:
+            return self._index[call]
+        except KeyError:
+            raise UnknownCall(f"no call {call!r} in this log of {len(self.calls)} calls") from None
 
     def full_prompt(self, call: str) -> NDArray[np.uint32]:
         """Whole prompt ids of a call. Raises `UnknownCall`, `BrokenCall`."""
-        raise NotImplementedError
+        return self._resolve(call, with_output=False)
 
     def full_ids(self, call: str) -> NDArray[np.uint32]:
         """Whole prompt + output ids of a call. Raises `UnknownCall`, `BrokenCall`."""
-        raise NotImplementedError
+        return self._resolve(call, with_output=True)
+
+    def _resolve(self, call: str, *, with_output: bool) -> NDArray[np.uint32]:
+        record = self.call(call)
+        pieces = [record.output] if with_output else []
+        seen = set()
+        while True:
+            if record.call in seen:
+                raise BrokenCall(f"call {record.call!r} is its own ancestor; the log contradicts itself")
+            seen.add(record.call)
+            pieces.append(record.prompt)
+            if record.parent is None:
+                break
+            prefix, child = record.prefix, record.call
+            record = self.call(record.parent)
+            length = record.prefix + (len(record.prompt) + len(record.output)) // 4
+            if prefix != length:
+                raise BrokenCall(
+                    f"call {child!r} has prefix {prefix}, its parent {record.call!r} has {length} ids in all"
+                )
+            pieces.append(record.output)
+        return unpack_ids(b"".join(reversed(pieces)))
 
 
 def read_log(path: str | Path) -> Log:
     """Read a log, also while it is being written. Raises `LogError`, `NotALog`, `CorruptLog`."""
-    raise NotImplementedError
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise LogError(f"log {str(path)!r} cannot be read: {error}") from error
+    log = Log()
+    end = min(len(data), len(_PREFACE))
+    for start, end in _frames(data, str(path)):
+        record = _decode(memoryview(data)[start + _FRAME.size : end], f"log {str(path)!r}, byte {start}")
+        if record is None:
+            log.skipped += 1
+        elif isinstance(record, Call):
+            log.calls.append(record)
+        elif isinstance(record, Delivered):
+            log.delivered[record.call] = record.ok or log.delivered.get(record.call, False)
+        elif log.header is None and not log.calls:
+            log.header = record
+        else:
+            raise CorruptLog(f"log {str(path)!r}, byte {start}: a header in the middle of the log")
+    log.torn = len(data) - end
+    return log
+
+
+def encode_frame(record: Record) -> bytes:
+    """Return a record as one frame."""
+    payload = _ENCODER.encode(record)
+    length = len(payload).to_bytes(4, "little")
+    return length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload
+
+
+def _frames(data: bytes, name: str) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each whole frame; stop at a torn tail."""
+    preface = data[: len(_PREFACE)]
+    if not (preface.startswith(_MAGIC) or _MAGIC.startswith(preface)):
+        raise NotALog(f"{name!r} is not a call log: expected it to begin with {_MAGIC!r}, got {preface!r}")
+    if len(preface) < len(_PREFACE):
+        return
+    if (version := int.from_bytes(preface[len(_MAGIC) :], "little")) > FORMAT:
+        raise NotALog(f"{name!r} has log format {version}, this package reads up to {FORMAT}; update gyre-traj")
+    view = memoryview(data)
+    start = len(_PREFACE)
+    while len(data) - start >= _FRAME.size:
+        length, checksum = _FRAME.unpack_from(data, start)
+        end = start + _FRAME.size + length
+        if end > len(data):
+            return
+        if zlib.crc32(view[start + _FRAME.size : end], zlib.crc32(view[start : start + 4])) != checksum:
+            if end == len(data) or not any(view[start:]):  # written in part, or blocks the disk never received
+                return
+            raise CorruptLog(
+                f"log {name!r} is damaged at byte {start} of {len(data)}: a frame fails its checksum, others follow; "
+                f"restore the file, or cut it there (truncate -s {start}) to keep what is before"
+            )
+        yield start, end
+        start = end
+
+
+def _decode(payload: memoryview, where: str) -> Record | None:
+    """Decode a payload; None for a kind of record that a newer writer knows."""
+    try:
+        return _DECODER.decode(payload)
+    except msgspec.MsgspecError as error:
+        try:
+            raw = msgspec.msgpack.decode(payload)
+        except msgspec.MsgspecError:
+            raw = None
+        if isinstance(raw, dict) and isinstance(raw.get("type"), str) and raw["type"] not in _TAGS:
+            return None
+        raise CorruptLog(f"{where}: whole, but not a record of this package: {error}") from error

@@ -1,19 +1,24 @@
 """Packing: rows of trajectories -> micro-steps under a token budget.
 
 A packed micro-step is a forest laid out depth first. Token j has `position[j]` (its depth in its tree) and `end[j]`
-(the index after its subtree); token i may attend to j iff j <= i < end[j]. Plain rows are trees without branches. Targets
-are a list of their own, since a token where paths fork predicts several.
+(the index after its subtree); token i may attend to j iff j <= i < end[j]. Plain rows are trees without branches.
+Targets are a list of their own, since a token where paths fork predicts several.
+
+    rows [abcde]* [abxy]*      position 0 1 2 3 4 2 3     x is predicted by b: source 1
+    ids   a b c d e x y        end      7 7 5 5 5 7 7
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from gyre_traj.errors import BadRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +49,10 @@ class PackedArrays(NamedTuple):
     trajectory: NDArray[np.uint32]  # [m] unique number in the batch
 
 
+_DTYPES = PackedArrays("<u4", "<i4", "<i4", "<u4", "<u4", "<f4", "<f4", "<f4", "<u4", "<u4")  # type: ignore[arg-type]
+_TOKEN_FIELDS = ("ids", "position", "end")
+
+
 class Packed(msgspec.Struct, frozen=True, kw_only=True):
     """A micro-step on the wire: arrays as little-endian bytes, shapes and dtypes as in `PackedArrays`."""
 
@@ -71,7 +80,24 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
 
     def arrays(self) -> PackedArrays:
         """Views of the arrays. Raises `BadRow` when they do not fit together."""
-        raise NotImplementedError
+        for name in PackedArrays._fields:
+            size = 4 * (self.tokens if name in _TOKEN_FIELDS else self.targets)
+            if len(getattr(self, name)) != size:
+                raise BadRow(f"packed field {name!r} has {len(getattr(self, name))} bytes, expected {size}; resend it")
+        return PackedArrays._make(
+            np.frombuffer(getattr(self, name), dtype=dtype)
+            for name, dtype in zip(PackedArrays._fields, _DTYPES, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """A tree that stays whole: rows of one execution in the order of their ids, each with what it shares with the one
+    before."""
+
+    rows: tuple[Row, ...]
+    shared: tuple[int, ...]  # ids of row i that row i - 1 laid out already; 0 for the first
+    tokens: int
 
 
 def pack_rows(rows: Sequence[Row], budget: int) -> list[Packed]:
@@ -80,7 +106,7 @@ def pack_rows(rows: Sequence[Row], budget: int) -> list[Packed]:
     Tails after a row's last target are dropped, rows without targets too: neither changes the loss. A row longer than
     the budget gets a micro-step of its own. Deterministic. Raises `BadRow`.
     """
-    raise NotImplementedError
+    return _pack([_Piece((row,), (0,), len(row.ids)) for row in _trimmed(rows, budget)], budget)
 
 
 def pack_forests(rows: Sequence[Row], budget: int) -> list[Packed]:
@@ -88,4 +114,134 @@ def pack_forests(rows: Sequence[Row], budget: int) -> list[Packed]:
 
     A tree larger than the budget is cut between rows, its prefix repeated as context. Raises `BadRow`.
     """
-    raise NotImplementedError
+    trees: dict[str, list[Row]] = {}
+    for row in _trimmed(rows, budget):
+        trees.setdefault(row.execution, []).append(row)
+    return _pack([piece for tree in trees.values() for piece in _cut(tree, budget)], budget)
+
+
+def _trimmed(rows: Sequence[Row], budget: int) -> list[Row]:
+    """Check rows; drop what no target depends on."""
+    if budget < 1:
+        raise BadRow(f"the token budget must be at least 1, got {budget!r}")
+    if len({row.trajectory for row in rows}) != len(rows):
+        raise BadRow("trajectory numbers must be unique among the rows packed together; number them through the batch")
+    kept = []
+    for row in rows:
+        n = len(row.ids)
+        if not len(row.target) == len(row.logprobs) == n:
+            raise BadRow(
+                f"row {row.trajectory} of {row.execution!r}: {n} ids, {len(row.target)} target flags and "
+                f"{len(row.logprobs)} log-probabilities; expected the same number of each"
+            )
+        places = np.flatnonzero(row.target)
+        if not len(places):
+            continue
+        if places[0] == 0:
+            raise BadRow(f"row {row.trajectory} of {row.execution!r}: the first token cannot be a target")
+        if not np.isfinite([row.weight, row.advantage]).all() or not np.isfinite(row.logprobs[places]).all():
+            raise BadRow(
+                f"row {row.trajectory} of {row.execution!r}: weight {row.weight!r}, advantage {row.advantage!r} "
+                "and log-probabilities at targets must be finite"
+            )
+        n = int(places[-1]) + 1
+        kept.append(
+            Row(
+                row.execution,
+                row.trajectory,
+                row.ids[:n],
+                row.target[:n],
+                row.logprobs[:n],
+                row.weight,
+                row.advantage,
+            )
+        )
+    return kept
+
+
+def _cut(rows: list[Row], budget: int) -> list[_Piece]:
+    """Order rows so that neighbours share most, and cut the sequence where the budget is full."""
+    ordered = sorted(rows, key=lambda row: (row.ids.astype(">u4").tobytes(), row.trajectory))
+    pieces: list[_Piece] = []
+    taken: list[Row] = []
+    shared: list[int] = []
+    tokens = 0
+    for row in ordered:
+        common = _common(taken[-1].ids, row.ids) if taken else 0
+        if taken and tokens + len(row.ids) - common > budget:
+            pieces.append(_Piece(tuple(taken), tuple(shared), tokens))
+            taken, shared, tokens, common = [], [], 0, 0
+        taken.append(row)
+        shared.append(common)
+        tokens += len(row.ids) - common
+    if taken:
+        pieces.append(_Piece(tuple(taken), tuple(shared), tokens))
+    return pieces
+
+
+def _common(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> int:
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    return int(differs.argmax()) if differs.any() else n
+
+
+def _pack(pieces: list[_Piece], budget: int) -> list[Packed]:
+    """Longest first, each into the emptiest of as few bins as first-fit-decreasing needs."""
+    pieces = sorted(pieces, key=lambda piece: (-piece.tokens, piece.rows[0].trajectory))
+    first_fit = _place(pieces, budget, [])
+    balanced = _place(pieces, budget, [[] for _ in first_fit])
+    bins = balanced if len(balanced) == len(first_fit) else first_fit
+    return [_lay_out(pieces) for pieces in bins]
+
+
+def _place(pieces: list[_Piece], budget: int, bins: list[list[_Piece]]) -> list[list[_Piece]]:
+    """Put each piece where it fits: the first bin of those grown on demand, or the emptiest of those given."""
+    balance = bool(bins)
+    loads = [0] * len(bins)
+    for piece in pieces:
+        order = sorted(range(len(bins)), key=loads.__getitem__) if balance else range(len(bins))
+        at = next((i for i in order if not loads[i] or loads[i] + piece.tokens <= budget), len(bins))
+        if at == len(bins):
+            bins.append([])
+            loads.append(0)
+        bins[at].append(piece)
+        loads[at] += piece.tokens
+    return bins
+
+
+def _lay_out(pieces: Iterable[_Piece]) -> Packed:
+    fields: dict[str, list[NDArray[Any]]] = {name: [] for name in PackedArrays._fields}
+    executions: dict[str, int] = {}
+    offset = 0
+    for piece in pieces:
+        longest = max(len(row.ids) for row in piece.rows)
+        path = np.zeros(longest, dtype=np.int64)  # index, in the piece, of the current row's token at each depth
+        end = np.zeros(piece.tokens, dtype=np.int64)
+        laid, before = 0, 0
+        for row, shared in zip(piece.rows, piece.shared, strict=True):
+            end[path[shared:before]] = laid  # subtrees that the row before leaves behind
+            n = len(row.ids)
+            path[shared:n] = np.arange(laid, laid + n - shared)
+            laid, before = laid + n - shared, n
+            fields["ids"].append(row.ids[shared:])
+            fields["position"].append(np.arange(shared, n))
+            places = np.flatnonzero(row.target)
+            fields["source"].append(path[places - 1] + offset)
+            fields["target"].append(row.ids[places])
+            fields["logprob"].append(row.logprobs[places])
+            numbers = {
+                "weight": row.weight,
+                "advantage": row.advantage,
+                "execution": executions.setdefault(row.execution, len(executions)),
+                "trajectory": row.trajectory,
+            }
+            for name, value in numbers.items():
+                fields[name].append(np.full(len(places), value))
+        end[path[:before]] = laid
+        fields["end"].append(end + offset)
+        offset += piece.tokens
+    packed = {
+        name: np.concatenate(fields[name]).astype(dtype).tobytes()
+        for name, dtype in zip(PackedArrays._fields, _DTYPES, strict=True)
+    }
+    return Packed(**packed, executions=tuple(executions))

@@ -1,14 +1,19 @@
-"""Selection: at most J_max root-to-leaf paths an execution, drawn by role priority, each sampled token a target once."""
+"""Selection: at most J_max root-to-leaf paths of an execution, drawn by role priority.
+
+Each sampled token is a target in at most one of them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gyre_traj.errors import BadChoice
 from gyre_traj.roles import DEFAULT_PRIORITY, RolePriority
-from gyre_traj.tree import Tree
+from gyre_traj.tree import Node, Tree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,4 +51,57 @@ def select(tree: Tree, j_max: int | None, seed: int, priority: RolePriority = DE
     the unmasked trainable tokens on its path, take the path, mask it; until nothing is left or `j_max` are taken
     (None: no cap). The same (tree, seed) gives the same selection on every machine. Raises `BadChoice` for j_max < 1.
     """
-    raise NotImplementedError
+    if j_max is not None and j_max < 1:
+        raise BadChoice(f"j_max must be at least 1, or None for no cap; got {j_max!r}")
+    view = tree.view()
+    where = {id(node): i for i, node in enumerate(view.nodes)}
+    masked = np.zeros(len(view.nodes), dtype=np.bool_)
+    unmasked = np.zeros(len(view.leaves), dtype=np.int64)  # trainable tokens on the leaf's path
+    for node, (first, last) in zip(view.nodes, view.spans, strict=True):
+        unmasked[first:last] += node.trainable
+    rank = np.array([priority.rank(leaf.role) for leaf in view.leaves], dtype=np.int64)
+
+    trajectories: list[Trajectory] = []
+    while unmasked.any() and (j_max is None or len(trajectories) < j_max):
+        weight = np.where(rank == rank[unmasked > 0].min(), unmasked, 0)
+        leaf = view.leaves[_draw(weight, f"{seed}/{tree.execution}/{len(trajectories)}")]
+        path = leaf.path()
+        places = [where[id(node)] for node in path]
+        trajectories.append(_trajectory(tree.execution, path, masked[places]))
+        for node, place in zip(path, places, strict=True):
+            if not masked[place]:
+                masked[place] = True
+                first, last = view.spans[place]
+                unmasked[first:last] -= node.trainable
+
+    left_out: dict[str, int] = {}
+    for node, taken in zip(view.nodes, masked, strict=True):
+        if node.trainable and not taken:
+            left_out[node.role] = left_out.get(node.role, 0) + node.trainable
+    return Selection(tree.execution, tuple(trajectories), left_out)
+
+
+def _draw(weight: NDArray[np.int64], what: str) -> int:
+    """Index drawn with probability weight / sum, from a hash: the same on every machine and release."""
+    cumulative = weight.cumsum()
+    number = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=16).digest(), "little")
+    return int(cumulative.searchsorted(number % int(cumulative[-1]), side="right"))
+
+
+def _trajectory(execution: str, path: tuple[Node, ...], masked: NDArray[np.bool_]) -> Trajectory:
+    leaf = path[-1]
+    assert leaf.call is not None  # noqa: S101 - a leaf is an output
+    n = leaf.start + len(leaf.ids)
+    target, trainable = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
+    logprobs = np.zeros(n, dtype=np.float32)
+    version = np.full(n, -1, dtype=np.int32)
+    for node, taken in zip(path, masked, strict=True):
+        here = slice(node.start, node.start + len(node.ids))
+        if node.trainable:
+            trainable[here] = True
+            target[here] = not taken
+            logprobs[here] = node.logprobs
+        if node.call is not None:
+            version[here] = node.versions()
+    ids = np.concatenate([node.ids for node in path])
+    return Trajectory(execution, leaf.call.call, leaf.role, ids, target, trainable, logprobs, version)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gyre_traj.errors import BadChoice
 from gyre_traj.packing import Row
@@ -35,26 +35,47 @@ class Aggregation(StrEnum):
     """How per-target losses become one number; see the module's table."""
 
     TWO_LEVEL = "two-level"
-    TOKEN_MEAN = "token-mean"
-    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
-    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
-    SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
+    BY_TOKEN = "token-mean"  # noqa: S105 - not a secret
+    BY_SEQUENCE = "seq-mean-token-mean"
+    BY_SEQUENCE_SUM = "seq-mean-token-sum"
+    BY_SEQUENCE_NORM = "seq-mean-token-sum-norm"
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """Rows of one execution, and what it adds to the batch's denominator (0 without targets under means over tokens or
-    trajectories; 1 always under two-level)."""
+    """Rows of one execution, and its units: what it adds to the batch's denominator.
+
+    An execution without targets (a placeholder) has no rows; its units are 1 under two-level, else 0.
+    """
 
     rows: tuple[Row, ...]
     units: float
 
 
 def target_weights(
-    counts: NDArray[np.int64] | list[int], aggregation: Aggregation | str = Aggregation.TWO_LEVEL, norm: float = 1.0
+    counts: ArrayLike, aggregation: Aggregation | str = Aggregation.TWO_LEVEL, norm: float = 1.0
 ) -> tuple[NDArray[np.float64], float]:
-    """Targets of an execution's trajectories [k] -> (w of each target of trajectory i [k], units)."""
-    raise NotImplementedError
+    """Targets of an execution's trajectories [k] -> (weight of each target of trajectory i [k], units).
+
+    A trajectory without targets has weight 0. `norm` is Dr. GRPO's constant. Raises `BadChoice`.
+    """
+    aggregation = _choose(Aggregation, aggregation)
+    targets = np.asarray(counts, dtype=np.int64)
+    used = (targets > 0).astype(np.float64)
+    trajectories = float(used.sum())
+    if aggregation is Aggregation.TWO_LEVEL:
+        return used / max(1, int(targets.sum())), 1.0
+    if aggregation is Aggregation.BY_TOKEN:
+        return used, float(targets.sum())
+    if aggregation is Aggregation.BY_SEQUENCE:
+        return used / np.maximum(1, targets), trajectories
+    if aggregation is Aggregation.BY_SEQUENCE_NORM:
+        if not norm > 0:
+            raise BadChoice(
+                f"{aggregation.value!r} divides by a positive norm, got {norm!r}; a usual one is the length limit"
+            )
+        return used / norm, trajectories
+    return used, trajectories
 
 
 def weigh(
@@ -66,11 +87,25 @@ def weigh(
     aggregation: Aggregation | str = Aggregation.TWO_LEVEL,
     norm: float = 1.0,
 ) -> Weighted:
-    """Turn one execution's selection into rows with weights; trajectory numbers count from `first_trajectory`.
+    """Turn one execution's selection into rows; trajectory numbers count from `first_trajectory`.
 
     Trajectories without a target give no row. Raises `BadChoice` for an unknown name.
     """
-    raise NotImplementedError
+    shared = _choose(Counting, counting) is Counting.TRAJECTORY
+    targets = [t.trainable if shared else t.target for t in selection.trajectories]
+    weights, units = target_weights([int(t.sum()) for t in targets], aggregation, norm)
+    rows = [
+        Row(t.execution, first_trajectory + i, t.ids, target, t.logprobs, float(weight), advantage)
+        for i, (t, target, weight) in enumerate(zip(selection.trajectories, targets, weights, strict=True))
+        if weight
+    ]
+    return Weighted(tuple(rows), units)
 
 
-_ = BadChoice
+def _choose[E: StrEnum](choices: type[E], name: str) -> E:
+    try:
+        return choices(name)
+    except ValueError:
+        raise BadChoice(
+            f"unknown {choices.__name__.lower()} {name!r}; choose one of {[c.value for c in choices]}"
+        ) from None
