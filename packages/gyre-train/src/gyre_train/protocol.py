@@ -14,7 +14,11 @@ import msgspec
 
 
 class OpenBatch(msgspec.Struct, frozen=True, kw_only=True, tag="open_batch"):
-    """The core has published `version` (whose manifest is `manifest`) and wants to train. Reply: `Opened` or `Wait`."""
+    """The core has published `version` (whose manifest is `manifest`) and wants to train. Reply: `Opened` or `Wait`.
+
+    Opening the open batch again starts it over (the core lost its sums). Opening an older version, restored from a
+    checkpoint, replays the batches since then. Opening the next version closes a batch whose micro-steps all count: the
+    core stepped and died before `CloseBatch`."""
 
     cell: int
     version: int
@@ -28,7 +32,10 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, tag="claim"):
-    """Reply: `MicroStep`, `Wait` (none is packed yet), or `Exhausted` (hand over, or collect)."""
+    """Reply: `MicroStep`, `Wait` (none is packed yet), or `Exhausted` (hand over, or collect).
+
+    A cell holds one uncompleted micro-step at a time: claiming again repeats it (the reply was lost). A cell whose leases
+    were lost is told `Exhausted`; `Renew`, `Complete` and its hand-over say that nothing was kept."""
 
     cell: int
     batch: int
@@ -83,7 +90,7 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True, tag="collected"):
 
 
 class CloseBatch(msgspec.Struct, frozen=True, kw_only=True, tag="close_batch"):
-    """The optimizer step is done and `version` is the new version. Reply: `Ok`."""
+    """The optimizer step is done and `version` is the new version: the next one, or the same if |E| was 0. Reply: `Ok`."""
 
     cell: int
     batch: int

@@ -3,16 +3,14 @@
     Submit ─▶ buffer ─▶ [prepare] ─▶ prepared ─▶ [pack] ─▶ batch ─▶ trainers ─▶ record, fates
                           in a thread               in a thread
 
-Batches are numbered like the versions they are trained on: batch k turns version k into k + 1. A core that opens an
-older version than the last one was restored from a checkpoint: the batches since then are replayed, with the same
-groups.
+A core that opens an older version than the last one was restored from a checkpoint: the batches since then are
+replayed, with the same groups.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from gyre_sched.protocol import Backlog
@@ -20,6 +18,7 @@ from gyre_train.errors import FeedError
 from gyre_train.feed.batch import Batch
 from gyre_train.feed.buffer import Buffer, Group, admitted
 from gyre_train.feed.config import FeedConfig
+from gyre_train.feed.history import Closed, History
 from gyre_train.feed.leases import Step
 from gyre_train.feed.metrics import step_record
 from gyre_train.feed.packer import PackedStep, Packer
@@ -56,15 +55,6 @@ log = logging.getLogger(__name__)
 CORE = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Closed:
-    """A batch that became an optimizer step."""
-
-    index: int
-    version: int
-    new_version: int
-
-
 class Feed:
     """See the module. size: groups a batch is made of."""
 
@@ -73,10 +63,7 @@ class Feed:
         self.size = size
         self.buffer = Buffer(group_timeout=config.group_timeout, max_groups=config.max_groups)
         self.batch: Batch | None = None
-        self.closed: list[_Closed] = []
-        self._base: int | None = (
-            None  # index of the batch that group 0 belongs to: the version the first batch opened on
-        )
+        self.history = History(size)
         self._last: Batch | None = None  # closed: late hand-overs still ask about it
         self._prepared: dict[int, tuple[PreparedGroup, list[Row]]] = {}  # by group number, until packed
 
@@ -177,14 +164,14 @@ class Feed:
             log.warning("batch %d is opened again: nothing done so far counts", self.batch.index)
             self.batch.reset(request.version, request.manifest, now)
             return Opened(batch=self.batch.index, version=request.version)
-        index = self._index(request.version)
-        first = self._first_group(index)
+        index = self.history.index(request.version)
+        first = self.history.first_group(index)
         if first >= len(self.buffer.complete):
             return Wait(reason="no group is complete")
-        if self.closed and index <= self.closed[-1].index:
-            self._roll_back(index)
-        if self._base is None:
-            self._base = index
+        if given_up := self.history.open(index):
+            log.warning("the core is back at version %d; %d closed batches are replayed", request.version, given_up)
+            self._last = None
+            self._prepared = {n: p for n, p in self._prepared.items() if n >= first}
         self.batch = Batch(
             index,
             version=request.version,
@@ -196,29 +183,6 @@ class Feed:
             now=now,
         )
         return Opened(batch=index, version=request.version)
-
-    def _index(self, version: int) -> int:
-        """The batch that is trained on `version`."""
-        if self._base is None:
-            return version
-        if self.closed and version == self.closed[-1].new_version:
-            return self.closed[-1].index + 1
-        for closed in self.closed:
-            if closed.version == version and closed.new_version > version:
-                return closed.index
-        known = [c.version for c in self.closed]
-        raise FeedError(
-            f"no batch can be opened on version {version!r}: the feed is at version {self._version} "
-            f"and could replay from {known!r}; did the core restore another run's checkpoint?"
-        )
-
-    def _roll_back(self, index: int) -> None:
-        log.warning(
-            "the core is back at batch %d; %d closed batches are replayed", index, self.closed[-1].index + 1 - index
-        )
-        self.closed = [c for c in self.closed if c.index < index]
-        self.batch = self._last = None
-        self._prepared = {n: p for n, p in self._prepared.items() if n >= self._first_group(index)}
 
     def _join(self, cell: int, now: float) -> Reply:
         if self.batch is None:
@@ -258,7 +222,7 @@ class Feed:
 
         Nothing has changed yet: write the record, then `commit`.
         """
-        head = self.closed[-1] if self.closed else None
+        head = self.history.head
         if head is not None and (request.batch, request.version) == (head.index, head.new_version):
             return None
         batch = self._opened(request.cell, request.batch)
@@ -297,8 +261,8 @@ class Feed:
                 if execution.fated is not Fated.EXCLUDED:
                     reason = "placeholder" if execution.fated is Fated.PLACEHOLDER else ""
                     self.buffer.train(execution.execution, batch.index + 1, reason)
-        self.closed.append(_Closed(batch.index, batch.version, request.version))
-        self.buffer.retire(self._first_group(batch.index + 1))
+        self.history.close(Closed(batch.index, batch.version, request.version))
+        self.buffer.retire(self.history.next_group)
         batch.shrink()
         self.batch, self._last = None, batch
 
@@ -319,26 +283,25 @@ class Feed:
 
     # --- what is left ------------------------------------------------------------------------------------------------
 
-    def _first_group(self, index: int) -> int:
-        return (index - (index if self._base is None else self._base)) * self.size
-
     @property
     def _next(self) -> int:
         """Number of the first group that belongs to no batch yet."""
         if self.batch is not None:
-            return self._first_group(self.batch.index + 1)
-        return self._first_group(self.closed[-1].index + 1) if self.closed else 0
+            return self.history.first_group(self.batch.index + 1)
+        return self.history.next_group
 
     @property
     def _filled(self) -> int:
         """Number of the next group to go into a batch."""
-        return self._first_group(self.batch.index) + len(self.batch.groups) if self.batch is not None else self._next
+        if self.batch is None:
+            return self._next
+        return self.history.first_group(self.batch.index) + len(self.batch.groups)
 
     @property
     def _version(self) -> int:
         """The weights that the last closed batch made, as far as known."""
-        if self.closed:
-            return self.closed[-1].new_version
+        if self.history.head is not None:
+            return self.history.head.new_version
         return self.batch.version if self.batch is not None else 0
 
     def _work_left(self) -> int:
@@ -357,7 +320,7 @@ class Feed:
             waiting=sum(max(1, sum(admitted(m) for m in g.members)) for g in waiting),
             open_batch=None if self.batch is None else self.batch.index,
             micro_steps_left=left,
-            batches_closed=len(self.closed),
+            batches_closed=len(self.history.closed),
             executions_trained=self.buffer.trained,
             executions_excluded=self.buffer.excluded,
             batches_ready=len(waiting) // self.size + int(left > 0),
@@ -372,7 +335,7 @@ class Feed:
             executions_waiting=self.backlog().waiting,
             executions_trained=self.buffer.trained,
             executions_excluded=self.buffer.excluded,
-            batches_closed=len(self.closed),
+            batches_closed=len(self.history.closed),
             open_batch=None if self.batch is None else self.batch.index,
             micro_steps_done=len(steps) - self.batch.leases.left if self.batch is not None else 0,
             micro_steps_total=len(steps),
