@@ -17,7 +17,7 @@ from gyre_agent_proxy.runner.tasks import Task
 from gyre_transport.process import Child
 
 _STOP_GRACE = 15.0  # seconds; longer than the guard takes to end a tree
-_NOT_STARTED = 127  # the guard's exit code
+_NOT_STARTED = 127, "guard: cannot start"  # the guard's exit code and word
 
 
 class Harness(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +135,6 @@ async def finish(child: Child, budget: float) -> End:
         pass
     finally:
         await child.stop(_STOP_GRACE)
-    if code == _NOT_STARTED:
-        raise HarnessError(f"the harness command cannot be executed; correct runner.harness; {child.tail()}")
+    if code == _NOT_STARTED[0] and _NOT_STARTED[1] in (tail := child.tail(2)):
+        raise HarnessError(f"the harness command cannot be executed; correct runner.harness; {tail}")
     return End(why="budget" if code is None else f"exit {code}", code=code, seconds=time.monotonic() - began)

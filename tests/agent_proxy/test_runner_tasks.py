@@ -1,0 +1,131 @@
+"""Task folders: what is read, and the one clear error for each thing that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gyre_agent_proxy.runner import dispatch
+from gyre_agent_proxy.runner.errors import TaskError
+from gyre_agent_proxy.runner.tasks import load_tasks
+from gyre_agent_proxy.runner.workspace import WorkspaceTooLarge, copy, prepare, produced
+from gyre_transport.run import BatchConfig
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+GOOD = {"task.toml": "", "instruction.md": "Do it.\n", "tests/verify.py": "", "environment/seed.txt": "seed"}
+
+
+def test_reads_the_folder(tmp_path: Path) -> None:
+    toml = "[agent]\ntimeout_sec = 9\n[verifier]\ntimeout_sec = 3.5\n[other]\nx = 1\n"
+    toml += '[metadata]\nlevel = 2\nartifacts = ["*.py"]\n'
+    write(tmp_path / "b", {**GOOD, "task.toml": toml})
+    write(tmp_path / "a", {**GOOD, "tests/test.sh": "true"})
+    a, b = load_tasks(tmp_path)
+    assert (a.name, a.verifier, a.agent_timeout, a.artifacts) == ("a", "test.sh", None, ())
+    assert (b.verifier, b.agent_timeout, b.verifier_timeout, b.artifacts) == ("verify.py", 9.0, 3.5, ("*.py",))
+    assert (b.instruction, b.metadata["level"]) == ("Do it.", 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"task.toml": None}, "no task.toml"),
+        ({"task.toml": "[agent"}, "not a valid task.toml"),
+        ({"task.toml": "[agent]\ntimeout_sec = 'long'"}, "not a valid task.toml"),
+        ({"task.toml": "[agent]\ntimeout_sec = 0"}, "positive number of seconds"),
+        ({"task.toml": "[verifier]\ntimeout_sec = inf"}, "positive number of seconds"),
+        ({"task.toml": "[metadata]\nartifacts = ['../x']"}, "relative to the workspace"),
+        ({"instruction.md": None}, "instruction.md"),
+        ({"instruction.md": " \n"}, "instruction.md is empty"),
+        ({"tests/verify.py": None}, "no verifier; add tests/test.sh or tests/verify.py"),
+    ],
+)
+def test_one_error_names_the_task_and_the_remedy(tmp_path: Path, change: dict[str, str | None], says: str) -> None:
+    write(tmp_path / "broken", {k: v for k, v in {**GOOD, **change}.items() if v is not None})
+    with pytest.raises(TaskError, match="task 'broken'") as e:
+        load_tasks(tmp_path)
+    assert says in str(e.value)
+
+
+def test_no_tasks_at_all(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="holds no task folder"):
+        load_tasks(tmp_path)
+    with pytest.raises(TaskError, match="not a folder"):
+        load_tasks(tmp_path / "absent")
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Callable[..., object]:
+    def make(toml: str = "") -> object:
+        write(tmp_path / "tasks" / "t", {**GOOD, "task.toml": toml})
+        return load_tasks(tmp_path / "tasks")[0]
+
+    return make
+
+
+def test_a_workspace_holds_the_environment_and_never_the_tests(tmp_path: Path, task: Callable[..., object]) -> None:
+    workspace = write(tmp_path / "w", {"left-over": "from an earlier start"})
+    prepare(task(), workspace)
+    assert [p.name for p in workspace.rglob("*")] == ["seed.txt"]
+    assert not any(p.is_symlink() for p in workspace.rglob("*"))  # no link leads back to the task's folder
+
+
+def test_what_there_is_to_score(tmp_path: Path, task: Callable[..., object]) -> None:
+    anything, named = task(), task('[metadata]\nartifacts = ["src/**/*.py"]')
+    workspace = tmp_path / "w"
+    prepare(anything, workspace)
+    assert produced(anything, workspace) == []
+    write(workspace, {".cache/x": "HOME is the workspace, and programs leave such files in it"})
+    assert produced(anything, workspace) == []
+    write(workspace, {"seed.txt": "sEEd"})
+    assert produced(anything, workspace) == ["seed.txt"]  # changed, though of the same length
+    assert produced(named, workspace) == []
+    write(workspace, {"src/deep/m.py": "", "m.py": ""})
+    assert produced(named, workspace) == ["src/deep/m.py"]
+
+
+def test_a_copy_takes_files_and_links_and_nothing_that_blocks(tmp_path: Path) -> None:
+    import os
+
+    workspace = write(tmp_path / "w", {"a/b.txt": "x" * 1000})
+    (workspace / "link").symlink_to("a/b.txt")
+    (workspace / "nowhere").symlink_to("gone")
+    os.mkfifo(workspace / "pipe")
+    copy(workspace, tmp_path / "copy", 1000)
+    names = sorted(str(p.relative_to(tmp_path / "copy")) for p in (tmp_path / "copy").rglob("*"))
+    assert names == ["a", "a/b.txt", "link", "nowhere"]
+    assert (tmp_path / "copy/link").read_text() == "x" * 1000
+    with pytest.raises(WorkspaceTooLarge, match="workspace_limit_mb"):
+        copy(workspace, tmp_path / "small", 999)
+
+
+def test_a_burst_covers_the_tasks_and_repeats_exactly() -> None:
+    batch = BatchConfig(groups=2, group_size=3, per_burst=2)
+    names = dispatch.order([f"t{i}" for i in range(6)], seed=7)
+    assert names == dispatch.order([f"t{i}" for i in range(6)], seed=7)
+    assert sorted(names) == [f"t{i}" for i in range(6)]
+    bursts = [dispatch.burst(b, batch, names) for b in range(3)]
+    executions = [p.execution for burst in bursts for p in burst]
+    assert len(set(executions)) == 36
+    assert executions[:4] == ["b0-g00-e0", "b0-g00-e1", "b0-g00-e2", "b0-g01-e0"]
+    for burst in bursts:
+        groups = {p.group: p.task for p in burst}
+        assert len(groups) == 4
+        assert len(set(groups.values())) == 4  # no task twice while others wait
+        assert all(groups[p.group] == p.task for p in burst)
+    drawn = [p.task for burst in bursts for p in burst]
+    assert {drawn.count(name) for name in names} == {6}  # 12 groups over 6 tasks: two groups of 3 each
+
+
+def test_listed_order() -> None:
+    assert dispatch.order(["b", "a"], None) == ["b", "a"]
