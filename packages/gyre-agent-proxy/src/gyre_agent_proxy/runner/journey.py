@@ -80,21 +80,23 @@ class Journey:
         self._suspicion = Suspicion(group_size)
 
     async def travel(self, name: str, slots: asyncio.Semaphore) -> None:
-        """Take execution `name` to submitted; `slots` is held while its harness is alive.
+        """Take execution `name` to submitted; `slots` is held from before its start until the scheduler knows its end.
 
         Cancelling stops the harness and judges the execution ABORTED; one that was not started stays dispatched.
         Raises `HarnessError` and `PeerError`, after which no execution can get any further.
         """
         row = self._ledger.row(name)
-        if row.state is State.DISPATCHED:
-            async with slots:
+        calls = None
+        async with slots:
+            if row.state is State.DISPATCHED:
                 await self._run(name, self._tasks[row.task])
-        elif row.state is State.STARTED:
-            self._ledger.terminated(name, _LOST)
+            elif row.state is State.STARTED:
+                self._ledger.terminated(name, _LOST)
+            if row.state in (State.DISPATCHED, State.STARTED, State.TERMINATED):
+                calls = await self._peers.close_execution(name, make_key(self._secret, name))
+                await self._peers.terminated(name)
         row = self._ledger.row(name)
         if row.state is State.TERMINATED:
-            calls = await self._peers.close_execution(name, make_key(self._secret, name))
-            await self._peers.terminated(name)
             outcome = await self._judge(name, self._tasks[row.task], row.why)
             self._ledger.judged(name, outcome, calls)
             self._suspicion.saw(row.why, outcome, self._log(name))

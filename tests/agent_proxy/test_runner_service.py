@@ -1,0 +1,316 @@
+"""The runner process against a scripted scheduler, feed and proxy on the real wires: bursts, fates, stops, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from gyre_agent_proxy.keys import execution_of
+from gyre_agent_proxy.runner.errors import HarnessError, RunnerError
+from gyre_agent_proxy.runner.ledger import Ledger, Row, State
+from gyre_agent_proxy.runner.peers import PeerError, Peers
+from gyre_agent_proxy.runner.service import serve
+from gyre_sched import protocol as sched
+from gyre_traj import intake
+from gyre_traj.intake import Ending
+from gyre_transport.bus import Server
+from gyre_transport.process import Child
+from gyre_transport.run import BusConfig, Context
+
+HARNESS = """
+import os, pathlib, time, urllib.request
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", b"{}", {
+    "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+urllib.request.urlopen(request, timeout=60).read()
+index = os.environ["GYRE_EXECUTION"][-1]
+if index == "1":
+    raise SystemExit(1)  # nothing made: nothing to score
+pathlib.Path("answer.txt").write_text("broken" if index == "2" else "0.5")
+"""
+VERIFY = """
+import os, pathlib
+answer = pathlib.Path("answer.txt").read_text()
+pathlib.Path(os.environ["LOGS_DIR"], "verifier", "reward.txt").write_text(answer)
+"""
+
+
+class World:
+    """Everything a runner talks to. The scheduler first says NotYet, and grants a burst when all before was submitted;
+    the feed decides a group's fates when it is complete."""
+
+    def __init__(self, folder: Path, capacity: int = 2) -> None:
+        self.folder = folder
+        self.capacity = capacity
+        self.asked: Counter[int] = Counter()
+        self.dispatched = 0
+        self.started: list[str] = []
+        self.terminated: list[str] = []
+        self.submitted: dict[str, intake.Submit] = {}
+        self.fates: list[intake.Fate] = []
+        self.calls: Counter[str] = Counter()
+        self.closed: list[str] = []
+        self.alive = self.most_alive = 0
+        self.decides = True
+
+    def context(self) -> Context:
+        return Context(self.folder / "config.toml")
+
+    def rows(self) -> dict[str, Row]:
+        ledger = Ledger(self.folder / "run" / "ledger.sqlite")
+        rows = {row.id: row for row in ledger.rows()}
+        ledger.close()
+        return rows
+
+    async def on_scheduler(self, request: Any) -> Any:
+        match request:
+            case sched.OpenBurst(burst=burst, executions=executions):
+                self.asked[burst] += 1
+                if self.asked[burst] == 1 or len(self.submitted) < self.dispatched:
+                    return sched.NotYet(reason="cells are training", retry=0.01)
+                self.dispatched += executions
+                return sched.Granted(burst=burst, capacity=self.capacity)
+            case sched.Started(execution=execution):
+                self.started.append(execution)
+                self.alive += 1
+                self.most_alive = max(self.most_alive, self.alive)
+            case sched.Terminated(execution=execution):
+                self.terminated.append(execution)
+                self.alive -= 1
+            case _:
+                raise TypeError(f"a runner does not send {request!r}")
+        return sched.Ack()
+
+    async def on_intake(self, request: intake.Request) -> intake.Reply:
+        if isinstance(request, intake.Fates):
+            return intake.FateList(fates=tuple(self.fates[request.since :]), total=len(self.fates))
+        duplicate = request.execution in self.submitted
+        self.submitted.setdefault(request.execution, request)
+        group = [s for s in self.submitted.values() if s.group == request.group]
+        if self.decides and not duplicate and len(group) == request.group_size:
+            for s in group:
+                excluded = s.outcome.ending in (Ending.EVALUATOR_FAILED, Ending.ABORTED)
+                fate = intake.Fate(execution=s.execution, reason=s.outcome.ending.value)
+                self.fates.append(fate if excluded else intake.Fate(execution=s.execution, step=s.burst + 1))
+        return intake.Accepted(execution=request.execution, duplicate=duplicate)
+
+    async def on_call(self, request: web.Request) -> web.Response:
+        self.calls[self._owner(request)] += 1
+        return web.json_response({"choices": []})
+
+    async def on_close(self, request: web.Request) -> web.Response:
+        execution = request.match_info["execution"]
+        assert self._owner(request) == execution
+        self.closed.append(execution)
+        return web.json_response({"execution": execution, "calls": self.calls[execution]})
+
+    def _owner(self, request: web.Request) -> str:
+        secret = (self.folder / "run" / "secret").read_bytes().strip()
+        return execution_of(secret, request.headers["Authorization"].removeprefix("Bearer "))
+
+
+@pytest.fixture
+async def make_world(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    """await make_world(harness source, **config of [runner]) -> a World whose servers answer."""
+    closing: list[Any] = []
+
+    async def make(source: str = HARNESS, *, steps: int = 2, group_size: int = 3, **runner: Any) -> World:
+        world = World(tmp_path)
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", world.on_call)
+        app.router.add_post("/gyre/executions/{execution}/close", world.on_close)
+        http = web.AppRunner(app)
+        await http.setup()
+        site = web.TCPSite(http, "127.0.0.1", 0)
+        await site.start()
+        closing.append(http.cleanup)
+        port = http.addresses[0][1]
+        (tmp_path / "agent.py").write_text(source)
+        for task in ("one", "two"):
+            for name, text in {"task.toml": "", "instruction.md": task, "tests/verify.py": VERIFY}.items():
+                path = tmp_path / "tasks" / task / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+        options = {"harness": ["{python}", "{folder}/agent.py"], "evaluator_attempts": 2, **runner}
+        (tmp_path / "config.toml").write_text(
+            f'[run]\ndir = "{tmp_path}/run"\nsteps = {steps}\n'
+            f"[batch]\ngroups = 1\ngroup_size = {group_size}\nper_burst = 2\n"
+            f'[bus]\ndir = "{tmp_path}"\n[proxy]\nport = {port}\n[model]\nname = "policy"\n'
+            f'[runner]\nfolder = "{tmp_path}"\n' + "".join(f"{k} = {json.dumps(v)}\n" for k, v in options.items())
+        )
+        bus = world.context().bus
+        for server in (
+            Server(bus.address("scheduler"), sched.Request, world.on_scheduler),
+            Server(bus.address("feed.intake"), intake.Request, world.on_intake),
+        ):
+            await server.start()
+            closing.append(server.close)
+        return world
+
+    yield make
+    for close in closing:
+        await close()
+
+
+async def test_bursts_to_the_end(make_world: Callable[..., Any]) -> None:
+    """Two bursts of 2 groups x 3: one scored, one that made nothing, one whose evaluator fails in every group."""
+    world = await make_world(steps=4)
+    await serve(world.context())
+
+    executions = [f"b{b}-g{g:02d}-e{e}" for b in range(2) for g in range(2) for e in range(3)]
+    assert sorted(world.started) == sorted(world.terminated) == sorted(world.submitted) == executions
+    assert sorted(set(world.closed)) == executions
+    assert world.started[:2] == executions[:2]  # in group order
+    assert world.most_alive <= 2  # what was granted
+    assert world.asked == {0: 2, 1: 2}
+    assert {s.group_size for s in world.submitted.values()} == {3}
+    for burst in range(2):
+        assert {s.task for s in world.submitted.values() if s.burst == burst} == {"one", "two"}
+
+    endings = {"0": Ending.SCORED, "1": Ending.NOTHING_TO_SCORE, "2": Ending.EVALUATOR_FAILED}
+    fates = {"0": State.TRAINED, "1": State.PLACEHOLDER, "2": State.EXCLUDED}
+    rows = world.rows()
+    for name, submission in world.submitted.items():
+        assert submission.outcome.ending is endings[name[-1]]
+        assert submission.outcome.score == (0.5 if name[-1] == "0" else None)
+        assert submission.log.endswith(f"/run/calls/{name}.gtraj")
+        row = rows[name]
+        assert row.state is fates[name[-1]]
+        assert row.calls == 1
+        assert row.trained_step == (None if row.state is State.EXCLUDED else row.burst + 1)
+
+    seen = json.loads((world.folder / "run/metrics/runner.json").read_text())
+    assert (seen["dispatched"], seen["terminated"], seen["trained"], seen["excluded"]) == (12, 12, 4, 4)
+    assert (seen["placeholders"], seen["calls"], seen["mean_score"]) == (4, 12, 0.5)
+    assert (seen["harness_failures"], seen["evaluator_failures"]) == (4, 8)
+
+
+async def test_a_harness_that_can_do_nothing_stops_the_run(make_world: Callable[..., Any]) -> None:
+    world = await make_world("import no_such_module", group_size=2)
+    with pytest.raises(HarnessError, match="No module named 'no_such_module'"):
+        await serve(world.context())
+    assert State.STARTED not in {row.state for row in world.rows().values()}
+    assert not world.fates
+
+
+async def test_errors_before_anything_is_dispatched(make_world: Callable[..., Any]) -> None:
+    world = await make_world(harness=["no-such-agent"])
+    with pytest.raises(HarnessError, match="'no-such-agent' is not on PATH"):
+        await serve(world.context())
+    (world.folder / "tasks/two/tests/verify.py").unlink()
+    with pytest.raises(RunnerError, match="task 'two' has no verifier"):
+        await serve(world.context())
+    assert not world.asked
+
+
+async def test_refusals_and_silence_reach_the_operator(make_world: Callable[..., Any], tmp_path: Path) -> None:
+    async def refuse(request: Any) -> Any:
+        raise ValueError("this feed is closed")
+
+    bus = BusConfig(dir=str(tmp_path))
+    async with (
+        Server(bus.address("feed.intake"), intake.Request, refuse),
+        Peers(bus, "http://127.0.0.1:9", within=0.2) as peers,
+    ):
+        with pytest.raises(PeerError, match="the feed refused Fates: ValueError: this feed is closed"):
+            await peers.fates(0)
+        with pytest.raises(PeerError, match=r"did not close execution 'e' in 0\.2 s"):
+            await peers.close_execution("e", "key")
+
+
+async def test_fates_that_never_come(make_world: Callable[..., Any]) -> None:
+    world = await make_world(fates_within=0.1)
+    world.decides = False
+    with pytest.raises(RunnerError, match="6 executions have no fate"):
+        await serve(world.context())
+    assert {row.state for row in world.rows().values()} == {State.SUBMITTED}
+
+
+WAITING = """
+import os, pathlib, time
+pathlib.Path("pid").write_text(str(os.getpid()))
+(pathlib.Path(os.environ["HOME"]).parent.parent / (os.environ["GYRE_EXECUTION"] + ".up")).touch()
+time.sleep(600)
+"""
+START = "import asyncio, pathlib, sys\nfrom gyre_agent_proxy.runner.service import serve\n" + (
+    "from gyre_transport.run import Context\nasyncio.run(serve(Context(pathlib.Path(sys.argv[1]))))\n"
+)
+
+
+async def started(world: World, source: str, files: list[str]) -> Child:
+    """A runner process of its own whose harnesses have made `files` in the run directory."""
+    (world.folder / "agent.py").write_text(source)
+    log = world.folder / "runner.log"
+    child = await Child.start("runner", [sys.executable, "-c", START, str(world.folder / "config.toml")], log=log)
+    while not all((world.folder / "run" / name).exists() for name in files):
+        assert child.returncode is None, child.tail()
+        await asyncio.sleep(0.02)
+    return child
+
+
+def pids(world: World, names: list[str]) -> list[int]:
+    return [int((world.folder / "run/workspaces" / name / "pid").read_text()) for name in names]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+UP = ["b0-g00-e0", "b0-g00-e1"]
+
+
+async def test_sigterm_ends_harnesses_and_a_restart_goes_on(make_world: Callable[..., Any]) -> None:
+    """Stopped: what ran is aborted, what had not started is dispatched still. The next runner finishes all of it."""
+    world = await make_world()
+    child = await started(world, WAITING, [f"{name}.up" for name in UP])
+    running = pids(world, UP)
+    assert await child.stop() == 0
+    assert all(gone(pid) for pid in running)
+    rows = world.rows()
+    assert {(rows[n].state, rows[n].ending) for n in UP} == {(State.JUDGED, Ending.ABORTED)}
+    assert {row.state for name, row in rows.items() if name not in UP} == {State.DISPATCHED}
+    assert not world.submitted
+
+    (world.folder / "agent.py").write_text(HARNESS)
+    world.dispatched = 0
+    await serve(world.context())
+    rows = world.rows()
+    assert {rows[n].state for n in UP} == {State.EXCLUDED}
+    assert {row.state for row in rows.values()} == {State.TRAINED, State.PLACEHOLDER, State.EXCLUDED}
+    assert len(world.submitted) == 6
+
+
+async def test_a_killed_runner_takes_its_harnesses_along_and_their_work_is_scored(
+    make_world: Callable[..., Any],
+) -> None:
+    world = await make_world()
+    source = WAITING.replace("(pathlib", 'pathlib.Path("answer.txt").write_text("0.25")\n(pathlib', 1)
+    child = await started(world, source, [f"{name}.up" for name in UP])
+    running = pids(world, UP)
+    os.kill(child.pid, signal.SIGKILL)
+    assert await child.stop() == -signal.SIGKILL
+    while not all(gone(pid) for pid in running):
+        await asyncio.sleep(0.02)
+    assert {world.rows()[n].state for n in UP} == {State.STARTED}
+
+    (world.folder / "agent.py").write_text(HARNESS)
+    world.dispatched = 0
+    await serve(world.context())
+    rows = world.rows()
+    assert {(rows[n].why, rows[n].ending, rows[n].score, rows[n].state) for n in UP} == {
+        ("lost", Ending.SCORED, 0.25, State.TRAINED)
+    }
+    assert len(world.submitted) == 6
