@@ -34,8 +34,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 class Claim(msgspec.Struct, frozen=True, kw_only=True, tag="claim"):
     """Reply: `MicroStep`, `Wait` (none is packed yet), or `Exhausted` (hand over, or collect).
 
-    A cell holds one uncompleted micro-step at a time: claiming again repeats it (the reply was lost). A cell whose leases
-    were lost is told `Exhausted`; `Renew`, `Complete` and its hand-over say that nothing was kept."""
+    A cell holds one uncompleted micro-step at a time: claiming again repeats it (the reply was lost). A cell whose
+    leases were lost is told `Exhausted`; `Renew`, `Complete` and its hand-over say that nothing was kept."""
 
     cell: int
     batch: int
@@ -80,8 +80,8 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True, tag="collect"):
 
 
 class Collected(msgspec.Struct, frozen=True, kw_only=True, tag="collected"):
-    """The core has added the contributions of `cells`, and could not read those of `lost`. Reply: `Ok`, or `Reopened` when
-    `lost` gave work back."""
+    """The core has added the contributions of `cells`, and could not read those of `lost`. Reply: `Ok`, or `Reopened`
+    when `lost` gave work back."""
 
     cell: int
     batch: int
@@ -90,7 +90,9 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True, tag="collected"):
 
 
 class CloseBatch(msgspec.Struct, frozen=True, kw_only=True, tag="close_batch"):
-    """The optimizer step is done and `version` is the new version: the next one, or the same if |E| was 0. Reply: `Ok`."""
+    """The optimizer step is done and `version` is the new version: the next one, or the same if |E| was 0.
+
+    Reply: `Ok`; saying it again is harmless."""
 
     cell: int
     batch: int
@@ -151,7 +153,7 @@ class Reopened(msgspec.Struct, frozen=True, kw_only=True, tag="reopened"):
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
-    """The core has added the sums: free the buffers. `kept` False: they were refused (leases lost) and must be zeroed."""
+    """The core has added the sums: free the buffers. `kept` False: they were refused (leases lost); zero them."""
 
     kept: bool = True
 

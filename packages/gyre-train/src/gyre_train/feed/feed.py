@@ -64,6 +64,7 @@ class Feed:
         self.buffer = Buffer(group_timeout=config.group_timeout, max_groups=config.max_groups)
         self.batch: Batch | None = None
         self.history = History(size)
+        self._core_silent = False  # said so already
         self._last: Batch | None = None  # closed: late hand-overs still ask about it
         self._prepared: dict[int, tuple[PreparedGroup, list[Row]]] = {}  # by group number, until packed
 
@@ -153,9 +154,14 @@ class Feed:
                 group.size,
                 self.config.group_timeout,
             )
-        if self.batch is not None:
-            for cell in self.batch.leases.expire(now):
-                log.warning("batch %d: cell %d was silent; its micro-steps are queued again", self.batch.index, cell)
+        if self.batch is None:
+            return
+        for cell in self.batch.leases.expire(now):
+            log.warning("batch %d: cell %d was silent; its micro-steps are queued again", self.batch.index, cell)
+        silent = self.batch.leases.core_silent(now)
+        if silent and not self._core_silent:
+            log.warning("batch %d: the core is silent; the batch waits until it is opened again", self.batch.index)
+        self._core_silent = silent
 
     def _open(self, request: OpenBatch, now: float) -> Reply:
         if request.cell != CORE:

@@ -54,6 +54,7 @@ def step_record(batch: Batch, close: CloseBatch, seconds: float) -> dict[str, An
         "targets_computed": computed,
         "zero_advantage_executions": sum(_zero(m) for m in inside),
         "left_out": dict(left_out),
+        "untrainable_calls": sum(m.untrainable_calls for m in inside),
         "staleness": batch.version - behaviour / versioned if versioned else None,
         "micro_steps": {str(cell): n for cell, n in sorted(cells.items())},
         "micro_steps_returned": batch.leases.returned,

@@ -6,7 +6,6 @@ reads files and takes time: the service calls it in a thread.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -56,6 +55,13 @@ class PreparedExecution:
     version_sum: float = 0.0  # Σ version over the targets whose version is known
     versioned: int = 0  # number of those
     left_out: dict[str, int] = field(default_factory=dict)  # trainable tokens not selected, by role
+    untrainable_calls: int = 0  # calls whose log-probabilities are missing or no log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    selection: Selection
+    untrainable_calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +80,14 @@ def prepare_group(group: Group, config: FeedConfig, seed: int) -> tuple[Prepared
     group its other members.
     """
     members = {m.execution: m for m in sorted(group.members, key=lambda m: m.execution)}
-    selections: dict[str, Selection] = {}
+    chosen: dict[str, _Chosen] = {}
     broken: dict[str, str] = {}
     for execution, member in members.items():
         if member.outcome.ending is not Ending.SCORED:
             continue
         try:
-            selection = _selection(member, config, seed)
-            if not selection.targets:
-                raise FeedError("it holds no token that can be trained on")
-            selections[execution] = selection
-        except (TrajError, FeedError, OSError) as e:
+            chosen[execution] = _read(member, config, seed)
+        except (TrajError, FeedError) as e:
             broken[execution] = f"its call log cannot be used: {e}"
             log.error("execution %r is excluded: %s", execution, broken[execution])
     admission = admit({e: m.outcome for e, m in members.items() if e not in broken})
@@ -100,27 +103,30 @@ def prepare_group(group: Group, config: FeedConfig, seed: int) -> tuple[Prepared
         elif execution in admission.placeholders:
             executions.append(PreparedExecution(execution, Fated.PLACEHOLDER, advantage=advantages[execution]))
         else:
-            selection, advantage = selections[execution], advantages[execution]
-            mine = weigh(selection, advantage=advantage, counting=_COUNTING[config.counting]).rows
-            executions.append(_numbers(selection, mine, admission.rewards[execution], advantage))
+            advantage = advantages[execution]
+            mine = weigh(chosen[execution].selection, advantage=advantage, counting=_COUNTING[config.counting]).rows
+            executions.append(_numbers(chosen[execution], mine, admission.rewards[execution], advantage))
             if advantage != 0.0 or not config.skip_zero_advantage:
                 rows.extend(mine)
     return PreparedGroup(group.name, group.size - len(members), tuple(executions)), rows
 
 
-def _selection(member: Submit, config: FeedConfig, seed: int) -> Selection:
+def _read(member: Submit, config: FeedConfig, seed: int) -> _Chosen:
+    """Read an execution's calls and choose its trajectories. Raises `TrajError`, `FeedError`."""
     calls = read_log(member.log)
     if calls.header is not None and calls.header.execution != member.execution:
         raise FeedError(f"{member.log!r} is the log of {calls.header.execution!r}")
-    return select(Tree.from_log(calls), config.j_max, draw_seed(seed, member.execution))
+    if calls.torn:
+        log.warning("execution %r: its call log ends in %d bytes of a torn record", member.execution, calls.torn)
+    tree = Tree.from_log(calls)
+    selection = select(tree, config.j_max, seed)
+    if not selection.targets:
+        raise FeedError(f"none of its {len(tree.calls)} calls holds a token that can be trained on")
+    return _Chosen(selection, len(tree.untrainable))
 
 
-def draw_seed(seed: int, execution: str) -> int:
-    """The seed an execution's trajectories are drawn with: the run's, mixed with the execution's id."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{execution}".encode(), digest_size=6).digest(), "big")
-
-
-def _numbers(selection: Selection, rows: tuple[Row, ...], score: float, advantage: float) -> PreparedExecution:
+def _numbers(chosen: _Chosen, rows: tuple[Row, ...], score: float, advantage: float) -> PreparedExecution:
+    selection = chosen.selection
     version_sum, versioned = 0.0, 0
     for t in selection.trajectories:
         known = t.version[t.target & (t.version >= 0)]
@@ -139,6 +145,7 @@ def _numbers(selection: Selection, rows: tuple[Row, ...], score: float, advantag
         version_sum=version_sum,
         versioned=versioned,
         left_out=dict(selection.left_out),
+        untrainable_calls=chosen.untrainable_calls,
     )
 
 

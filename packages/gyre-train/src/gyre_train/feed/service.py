@@ -16,6 +16,7 @@ import contextlib
 import logging
 import signal
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -40,9 +41,13 @@ _SCHEDULER_DEADLINE = 5.0
 
 
 class FeedService:
-    """Serve a `Feed` on the run's bus. `async with` starts and stops the servers; `work` does the rest."""
+    """Serve a `Feed` on the run's bus. `async with` starts and stops the servers; `work` does the rest.
 
-    def __init__(self, context: Context) -> None:
+    clock: seconds, monotonic.
+    """
+
+    def __init__(self, context: Context, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.config = section(context.data, "feed", FeedConfig)
         self.feed = Feed(self.config, size=context.batch.groups)
         self._seed = context.run.seed
@@ -83,13 +88,13 @@ class FeedService:
             if (implied := self.feed.implied_close(request)) is not None:
                 log.warning("batch %d was stepped but not closed; it is closed now", implied.batch)
                 self._close(implied)
-            return self.feed.answer(request, time.monotonic())
+            return self.feed.answer(request, self._clock())
         finally:
             self._touch()
 
     def _close(self, request: protocol.CloseBatch) -> protocol.Reply:
         """The record reaches the disk before anything changes: a core that is told of a failure may ask again."""
-        closing = self.feed.closing(request, time.monotonic())
+        closing = self.feed.closing(request, self._clock())
         if closing is not None:
             batch, record = closing
             try:
@@ -105,7 +110,7 @@ class FeedService:
     async def _intake(self, request: intake.Request) -> intake.Reply:
         if isinstance(request, intake.Fates):
             return self.feed.buffer.fates(request.since)
-        accepted = self.feed.submit(request, time.monotonic())
+        accepted = self.feed.submit(request, self._clock())
         self._touch()
         return accepted
 
@@ -138,7 +143,7 @@ class FeedService:
     async def _keep_time(self) -> None:
         while True:
             await asyncio.sleep(_HEARTBEAT)
-            self.feed.tick(time.monotonic())
+            self.feed.tick(self._clock())
             self._touch()
 
     async def _tell_scheduler(self) -> None:
@@ -148,7 +153,7 @@ class FeedService:
             await self._changed.wait()
             self._changed.clear()
             backlog = self.feed.backlog()
-            if backlog == told and time.monotonic() < last + _HEARTBEAT:
+            if backlog == told and self._clock() < last + _HEARTBEAT / 2:
                 continue
             try:
                 await self._scheduler.call(backlog, deadline=_SCHEDULER_DEADLINE)
@@ -161,11 +166,12 @@ class FeedService:
             if not self._scheduler_heard:
                 log.info("the scheduler takes the backlog again")
             self._scheduler_heard = True
-            told, last = backlog, time.monotonic()
+            told, last = backlog, self._clock()
 
 
 async def serve(context: Context) -> None:
     """Serve until SIGTERM or SIGINT. Raises `BusError` (address taken), `ConfigError`, or what broke the worker."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     follow_parent()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
