@@ -50,14 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(arguments: argparse.Namespace) -> int:
     """Run the command; an error of ours is one message and exit code 1, anything else is a bug and shows its trace."""
+    from gyre_agent_proxy.errors import ProxyError
     from gyre_launch.errors import LaunchError
     from gyre_sched.errors import SchedError
+    from gyre_train.errors import TrainError
     from gyre_transport.errors import TransportError
 
     command = {"run": _run, "status": _status, "summary": _summary, "doctor": _doctor}[arguments.command]
     try:
         return command(arguments)
-    except (LaunchError, TransportError, SchedError) as e:
+    except (LaunchError, TransportError, SchedError, ProxyError, TrainError) as e:
         print(f"gyre {arguments.command}: {e}", file=sys.stderr)
         return 1
     except OSError as e:

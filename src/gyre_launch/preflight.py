@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from gyre_agent_proxy.runner.tasks import load_tasks
 from gyre_launch.config import Resolved
 from gyre_launch.errors import LaunchError
+from gyre_train import architecture
 
 _GIB = 1 << 30
 
@@ -29,10 +30,12 @@ def disk_needed(resolved: Resolved) -> int:
 
 
 def check(resolved: Resolved) -> None:
-    """Raise `LaunchError` for what would make the run fail later."""
+    """Raise for what would make the run fail later: `LaunchError`, or the error of the package whose part is wrong."""
     run_dir = Path(resolved.run.dir)
     if run_dir.exists() and any(run_dir.iterdir()):
         raise LaunchError(f"run.dir {str(run_dir)!r} is not empty; choose another or remove it")
+    load_tasks(Path(resolved.runner.tasks))
+    architecture.read(resolved.model.path)
     existing = next(p for p in (run_dir, *run_dir.parents) if p.exists())
     free, needed = shutil.disk_usage(existing).free, disk_needed(resolved)
     if free < needed:
@@ -72,9 +75,3 @@ def facts() -> dict[str, Any]:
         "megatron-core": version("megatron-core"),
         "torch": version("torch"),
     }
-
-
-def model_architecture(model: Path) -> str:
-    """The first architecture a Hugging Face folder's config names."""
-    config = json.loads((model / "config.json").read_text())
-    return str((config.get("architectures") or ["unknown"])[0])
