@@ -1,0 +1,116 @@
+"""gyre-agent-proxy serve | runner | roles"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code (0 done, 1 failed, 2 wrong usage)."""
+    parser = argparse.ArgumentParser(
+        prog="gyre-agent-proxy", description="A token-exact LLM proxy and execution runner for agent harnesses."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="run the proxy: for a run (--config), or alone (--engine and --model)")
+    serve.add_argument("--config", type=Path, help="the run's resolved config")
+    serve.add_argument("--engine", action="append", default=[], metavar="URL", help="an SGLang server; repeatable")
+    serve.add_argument("--model", type=Path, metavar="FOLDER", help="the Hugging Face folder the engines serve")
+    serve.add_argument("--name", default="", help="what clients call the model (default: the folder's name)")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8100, help="0 takes a free one (default: %(default)s)")
+    serve.add_argument("--calls", type=Path, default=Path("calls"), metavar="FOLDER", help="where call logs go")
+    serve.add_argument("--template", default="auto", help="auto, chatml, or a name of the renderers package")
+    serve.add_argument("--secret", type=Path, help="file that signs API keys; without it every key is an execution")
+    runner = commands.add_parser("runner", help="run executions and score them")
+    runner.add_argument("--config", type=Path, required=True, help="the run's resolved config")
+    roles = commands.add_parser("roles", help="print a role table")
+    roles.add_argument("table", nargs="?", default="default", help="a TOML file (default: the table that is built in)")
+    roles.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    if args.command == "serve" and (args.config is None) == (not args.engine or args.model is None):
+        parser.error("serve takes either --config FILE, or --engine URL and --model FOLDER")
+    if args.command == "roles":
+        return _guard(lambda: _roles(args))
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    return _guard(lambda: _runner(args) if args.command == "runner" else _serve(args))
+
+
+def _guard(command: Callable[[], int]) -> int:
+    """Run a command; errors of Gyre's packages are one line, not a traceback."""
+    from gyre_agent_proxy.errors import ProxyError
+    from gyre_transport.errors import TransportError
+
+    try:
+        return command()
+    except (ProxyError, TransportError) as e:
+        print(f"gyre-agent-proxy: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from gyre_agent_proxy import serve
+
+    if args.config is not None:
+        from gyre_transport.run import Context
+
+        asyncio.run(serve.serve(Context(args.config)))
+    else:
+        asyncio.run(_alone(args))
+    return 0
+
+
+async def _alone(args: argparse.Namespace) -> None:
+    from gyre_agent_proxy.config import ModelConfig, ProxyConfig
+    from gyre_agent_proxy.keys import load_secret
+    from gyre_agent_proxy.serve import proxy, until_stopped
+
+    config = ProxyConfig(host=args.host, port=args.port, template=args.template, engines=tuple(args.engine))
+    model = ModelConfig(path=str(args.model), name=args.name or args.model.resolve().name)
+    secret = load_secret(args.secret) if args.secret is not None else None
+    async with proxy(config, model, calls=args.calls, secret=secret) as running:
+        print(f"serving at {running.url}/v1", flush=True)
+        await until_stopped(running.url)
+
+
+def _runner(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from gyre_agent_proxy.runner.service import serve
+    from gyre_transport.run import Context
+
+    asyncio.run(serve(Context(args.config)))
+    return 0
+
+
+def _roles(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from gyre_agent_proxy.roles import Roles
+
+    table = Roles.load(args.table)
+    if args.json:
+        print(msgspec.json.encode({"role_header": table.role_header, "rules": table.rules}).decode())
+        return 0
+    print(f"header {table.role_header}: the role it names")
+    for rule in table.rules:
+        conditions = ", ".join(
+            f"{f} {v!r}"
+            for f in rule.__struct_fields__
+            if f not in ("role", "harness") and (v := getattr(rule, f)) not in (None, {})
+        )
+        print(f"{rule.role:18} {rule.harness:12} {conditions}")
+    print("main               otherwise, counted as unknown")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

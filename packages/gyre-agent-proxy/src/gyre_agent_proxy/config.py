@@ -1,0 +1,46 @@
+"""The proxy's configuration: section [proxy] of the run's config, and [model] as far as the proxy reads it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[proxy]; durations in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free port, told to the parent by `ready(url=…)`
+    max_body: int = 256 << 20  # bytes of one request
+    queue: int = 4096  # calls open at once; more are answered 429
+    template: str = "auto"  # auto | chatml | a name the `renderers` package knows
+    roles: str = "default"  # a role table (TOML), or the one that ships with the package
+    engines: tuple[str, ...] = ()  # URLs, for use without a scheduler
+    default_max_tokens: int = 4096  # for requests that name none
+    temperature: float = 1.0  # for requests that name none
+    top_p: float = 1.0  # for requests that name none
+    keepalive: float = 10.0  # between comments on a stream that waits
+    route_wait: float = 900.0  # how long a call may wait for an engine at all
+    attempts: int = 16  # engine failures one call survives (drains are not failures)
+    connect_timeout: float = 5.0
+    silence: float = 600.0  # an engine that sends nothing for so long is taken for lost
+    abort_wait: float = 10.0  # how long an engine may take to end an aborted request before its connection is closed
+    backoff: float = 0.5  # first pause after an engine failed; doubles up to `backoff_limit`
+    backoff_limit: float = 15.0
+    disconnect_grace: float = 5.0  # a call nobody waits for is aborted after this; a repeated request joins it before
+
+    def __post_init__(self) -> None:
+        for name in ("max_body", "queue", "default_max_tokens", "attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
+        for name in ("keepalive", "route_wait", "connect_timeout", "silence", "abort_wait", "backoff"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)!r}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be between 0 and 65535, got {self.port!r}")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[model]: `path` is a Hugging Face folder; `name` is what harnesses call the model. Other keys are others'."""
+
+    path: str = ""
+    name: str = "policy"

@@ -1,0 +1,148 @@
+"""A conversation without a dialect: what every dialect's request is normalised to, and what an answer is made of.
+
+Two messages that say the same thing in different serialisations have equal `identity`: None, "" and [] are the same
+content, tool arguments are compared as typed JSON, and reasoning is compared only where it was sent (see history).
+"""
+
+from __future__ import annotations
+
+import decimal
+import hashlib
+import json
+from typing import Any
+
+import msgspec
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a tool by the assistant; `arguments` is the raw text the model wrote."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn. `call_id` names the call a tool message answers; `reasoning` is None where none was sent."""
+
+    role: str  # system | user | assistant | tool
+    text: str = ""
+    reasoning: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str | None = None
+    name: str | None = None
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample; None means the engine's neutral value."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages (leading system messages included) and the tools on offer, as JSON tool definitions."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One call as a harness asked for it."""
+
+    conversation: Conversation
+    sampling: Sampling
+    dialect: str
+    model: str
+    stream: bool = False
+    include_usage: bool = False
+    digest: str = ""  # of the body without what does not change the answer: equal digests are one request repeated
+    other: dict[str, Any] = {}  # fields of the body that nothing here reads, kept in the record
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of a call, the same however often and in whatever dialect it is delivered."""
+
+    call: str
+    text: str
+    reasoning: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+    finish: str = "stop"  # stop | length | tool_calls
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    created: int = 0  # unix seconds
+
+
+def identity(message: Message) -> bytes:
+    """Digest of what `message` says, reasoning aside."""
+    parts: list[str] = [message.role, message.call_id or ""]
+    # A sampled turn comes back with its outer white space trimmed by some harnesses.
+    parts.append(message.text.strip() if message.role == "assistant" else message.text)
+    for call in message.calls:
+        parts += [call.id, call.name, same_json(call.arguments)]
+    return digest(*parts)
+
+
+def digest(*parts: str | bytes) -> bytes:
+    """16-byte digest of a sequence of strings; their boundaries count."""
+    h = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        h.update(len(raw).to_bytes(8, "big"))
+        h.update(raw)
+    return h.digest()
+
+
+class _Duplicate(ValueError):
+    pass
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _Duplicate
+    return found
+
+
+def same_json(text: str) -> str:
+    """Return a form in which equal typed JSON is equal text; malformed JSON (duplicate keys included) stays raw.
+
+    `true` is not 1; 1.0 and 1 are the same number; the order of keys and white space do not count.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_float=decimal.Decimal, parse_int=decimal.Decimal)
+        return "json:" + _canonical(value)
+    except (ValueError, RecursionError, decimal.InvalidOperation):
+        return "raw:" + text
+
+
+def _canonical(value: Any) -> str:
+    match value:
+        case dict():
+            return "{" + ",".join(f"{json.dumps(k)}:{_canonical(v)}" for k, v in sorted(value.items())) + "}"
+        case list():
+            return "[" + ",".join(map(_canonical, value)) + "]"
+        case decimal.Decimal():
+            return _number(value)
+        case _:
+            return json.dumps(value)  # strings, true, false, null, NaN
+
+
+def _number(value: decimal.Decimal) -> str:
+    sign, digits, exponent = value.as_tuple()
+    if not isinstance(exponent, int):
+        return str(value)
+    text = "".join(map(str, digits)).lstrip("0")
+    kept = text.rstrip("0")
+    if not kept:
+        return "0"
+    return f"{'-' if sign else ''}{kept}e{exponent + len(text) - len(kept)}"

@@ -1,0 +1,381 @@
+"""One generation, wherever it runs: sampled tokens are kept, whatever happens to the engine that sampled them.
+
+    choose engine ─▶ POST /generate {input_ids: prompt + got, max_new_tokens: max - len(got), rid} ─▶ read the stream
+        ▲                      │ finished                                             ─▶ done
+        │                      │ told to move (drain) ─▶ /abort_request until the stream has ended ─┐
+        │                      │ aborted by the engine, connection lost, engine dead ───────────────┤
+        └──────────────────────┴──────────── with the tokens at hand ◀────────────────────────────────┘
+
+An engine looks for stop strings in its own output only, so after a move the joined text is looked at here; a stop that
+spans the cut ends the generation at the token that completes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from gyre_agent_proxy.config import ProxyConfig
+from gyre_agent_proxy.conversation import Sampling
+from gyre_agent_proxy.engines import EngineState, Pool
+from gyre_agent_proxy.errors import EngineError, EngineRefused, NoEngine
+from gyre_agent_proxy.metrics import Metrics
+from gyre_agent_proxy.stream import Events, Reader, StreamError, version_number
+from gyre_agent_proxy.vocabulary import Vocabulary
+from gyre_traj.records import Attempt, Span
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Output:
+    """What was sampled so far; grows only, but for a stop string found across a cut."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)  # None: some were missing, the call is not trainable
+    versions: list[Span] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    finish: str = ""  # stop | length | abort | error
+    matched: int | str | None = None
+    cached: int = 0  # prompt tokens the first engine had cached
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        gone = len(self.ids) - length
+        del self.ids[length:]
+        if self.logprobs is not None:
+            del self.logprobs[length:]
+        self.versions = [Span(s.version, s.start, min(s.end, length)) for s in self.versions if s.start < length]
+        if self.attempts and gone:
+            last = self.attempts[-1]
+            self.attempts[-1] = msgspec.structs.replace(last, tokens=last.tokens - gone)
+
+
+class Engines:
+    """What every generation needs: the pool, one HTTP session, limits, counters and whom to tell of a lost engine."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        session: aiohttp.ClientSession,
+        config: ProxyConfig,
+        metrics: Metrics,
+        vocabulary: Vocabulary,
+        stop_ids: tuple[int, ...],
+        lost: Callable[[str, str], None] = lambda engine, detail: None,
+    ) -> None:
+        self.pool = pool
+        self.session = session
+        self.config = config
+        self.metrics = metrics
+        self.vocabulary = vocabulary
+        self.stop_ids = stop_ids
+        self.lost = lost
+
+
+class Generation:
+    """One call's sampling; `output` may be read while it runs, `progress` is called whenever it grew."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        execution: str,
+        prompt: NDArray[np.uint32],
+        sampling: Sampling,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.output = Output()
+        self._e = engines
+        self._execution = execution
+        self._prompt: list[int] = prompt.tolist()
+        self._sampling = sampling
+        self._progress = progress
+        self._leave = asyncio.Event()
+        self._reason = ""
+        self._abandoned = False
+
+    def move(self, reason: str) -> None:
+        """Leave the present engine and go on elsewhere."""
+        self._reason = self._reason or reason
+        self._leave.set()
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the answer is no longer wanted."""
+        return self._abandoned
+
+    def abandon(self) -> None:
+        """Nobody wants the answer: abort at the engine and end with finish "abort"."""
+        self._abandoned = True
+        self.move("abort")
+
+    async def run(self) -> Output:
+        """Sample to the end. Raises `EngineRefused`, `EngineError`, `NoEngine`; `output` then holds what there is."""
+        out, failures = self.output, 0
+        while not out.finish:
+            if self._abandoned:
+                out.finish = "abort"
+            elif len(out.ids) >= self._sampling.max_tokens:
+                out.finish = "length"
+            else:
+                state = await self._engine()
+                if state is None:
+                    continue
+                if (detail := await self._attempt(state)) is None:
+                    self._e.pool.succeeded(state)
+                    continue
+                failures += 1
+                self._e.metrics.add("engine_failures")
+                self._e.pool.failed(state, asyncio.get_running_loop().time())
+                self._e.lost(state.route.name, detail)
+                log.warning("engine %s lost a request of %s: %s", state.route.name, self._execution, detail)
+                if failures >= self._e.config.attempts:
+                    raise EngineError(
+                        f"engines failed this call {failures} times, the last was {state.route.name!r}: {detail}; "
+                        "look at their logs, or raise proxy.attempts"
+                    )
+        return out
+
+    async def _engine(self) -> EngineState | None:
+        """Wait for an engine; None when abandoned meanwhile. Raises `NoEngine` after `route_wait` seconds."""
+        pool, loop = self._e.pool, asyncio.get_running_loop()
+        end = loop.time() + self._e.config.route_wait
+        while not self._abandoned:
+            now = loop.time()
+            if (state := pool.choose(self._execution, now)) is not None:
+                pool.assign(self._execution, state)
+                return state
+            if now >= end:
+                raise NoEngine(
+                    f"no engine took the call within {self._e.config.route_wait:g} s "
+                    f"(known: {sorted(pool.engines)!r}); look at engines and scheduler, or raise proxy.route_wait"
+                )
+            wait = min(end - now, pool.next_try(now) or 1.0, 1.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait), pool.changed:
+                    await pool.changed.wait()
+        return None
+
+    async def _attempt(self, state: EngineState) -> str | None:
+        """One request to one engine; returns why it failed, or None (finished, moved or abandoned)."""
+        out, base = self.output, len(self.output.ids)
+        rid = f"gyre-{uuid.uuid4().hex}"
+        self._leave.clear()
+        if self._abandoned:  # between the choice and here
+            return None
+        self._reason = ""
+        self._e.metrics.add("attempts")
+        state.active.add(self)
+        end = "error: cancelled"
+        try:
+            end = await self._exchange(state, rid, base)
+            if self._reason and end.startswith("error"):
+                end = self._reason  # it was leaving anyway
+        except EngineRefused:
+            end = "error: refused"
+            raise
+        finally:
+            state.active.discard(self)
+            out.attempts.append(Attempt(engine=state.route.name, rid=rid, tokens=len(out.ids) - base, end=end))
+            self._check_stops(base)
+            if self._reason == "drain" and not out.finish:
+                state.moved += 1
+                self._e.metrics.add("moves")
+            await self._e.pool.notify()
+        return end.removeprefix("error: ") if end.startswith("error") and not out.finish else None
+
+    async def _exchange(self, state: EngineState, rid: str, base: int) -> str:
+        """Send the request and read its stream; returns how it ended, in `Attempt.end`'s words."""
+        reading = asyncio.create_task(self._read(state, rid, base))
+        leaving = asyncio.create_task(self._leave.wait())
+        try:
+            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                await self._abort(state.route.url, rid, reading)
+                if not reading.done():
+                    return self._reason  # closing the connection, below, aborts at the engine too
+            return await reading
+        except asyncio.CancelledError:
+            reading.cancel()
+            await self._abort(state.route.url, rid, reading)
+            raise
+        except (aiohttp.ClientError, OSError, TimeoutError) as e:
+            return f"error: {type(e).__name__}: {e}"
+        except StreamError as e:
+            with contextlib.suppress(Exception):
+                await self._post_abort(state.route.url, rid)
+            return f"error: {e}"
+        finally:
+            for task in (reading, leaving):
+                task.cancel()
+            await asyncio.gather(reading, leaving, return_exceptions=True)
+
+    async def _read(self, state: EngineState, rid: str, base: int) -> str:
+        out, reader, default = self.output, Reader(), state.route.version
+        spans = list(out.versions)
+        async for event in self._events(state.route.url, rid, base):
+            piece = reader.read(event)
+            if base == 0 and piece.cached:
+                out.cached = piece.cached
+            out.ids += piece.ids
+            if piece.logprobs is None:
+                out.logprobs = None
+            elif out.logprobs is not None:
+                out.logprobs += piece.logprobs
+            out.versions = [
+                *spans,
+                *(Span(version_number(v, default), base + a, base + b) for v, a, b in piece.versions if b > a),
+            ]
+            if piece.finish is not None:
+                return self._finished(piece.finish, base)
+            if piece.ids:
+                if self._stop_across(base) is not None:
+                    await self._post_abort(state.route.url, rid)
+                    return "stop"
+                self._progress()
+        return "error: the stream ended without a finish reason"
+
+    def _finished(self, finish: dict[str, Any], base: int) -> str:
+        """Take over the engine's finish reason; returns `Attempt.end`."""
+        out, kind = self.output, str(finish.get("type"))
+        if kind == "abort":
+            if finish.get("status_code") == 400 and not out.ids:
+                raise EngineRefused(f"the engine refused the request: {finish.get('message')}")
+            if self._reason or len(out.ids) > base:
+                return self._reason or "abort"
+            return f"error: aborted by the engine: {finish.get('message') or 'no reason given'}"
+        if kind not in ("stop", "length"):
+            return f"error: unknown finish reason {finish!r}"
+        if kind == "stop" and len(out.ids) == 0:
+            return "error: finished without a token"
+        out.finish, out.matched = kind, finish.get("matched")
+        return kind
+
+    async def _events(self, url: str, rid: str, base: int) -> AsyncIterator[dict[str, Any]]:
+        config = self._e.config
+        body = {
+            "input_ids": self._prompt + self.output.ids,
+            "sampling_params": sampling_params(
+                self._sampling, self._sampling.max_tokens - len(self.output.ids), self._e.stop_ids
+            ),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": True,
+            "rid": rid,
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout, sock_read=config.silence)
+        async with self._e.session.post(
+            f"{url}/generate",
+            data=msgspec.json.encode(body),
+            headers={"content-type": "application/json"},
+            timeout=timeout,
+        ) as response:
+            if response.status != 200:
+                text = (await response.text())[:500]
+                if response.status == 400 and not self.output.ids:
+                    raise EngineRefused(f"the engine refused the request: {_message(text)}")
+                raise StreamError(f"expected status 200 from the engine, got {response.status}: {text}")
+            events = Events()
+            async for raw in response.content.iter_any():
+                for payload in events.feed(raw):
+                    if payload == b"[DONE]":
+                        return
+                    try:
+                        event = msgspec.json.decode(payload, type=dict[str, Any])
+                    except msgspec.DecodeError as e:
+                        raise StreamError(f"the engine's event is not a JSON object: {e}") from e
+                    if "error" in event:
+                        if not self.output.ids:
+                            raise EngineRefused(f"the engine refused the request: {_message(payload.decode())}")
+                        raise StreamError(f"the engine reported: {_message(payload.decode())}")
+                    yield event
+
+    async def _abort(self, url: str, rid: str, until: asyncio.Task[str]) -> None:
+        """Abort `rid` at its engine until the stream has ended, at most `abort_wait` seconds.
+
+        Repeated, because an engine ignores the abort of a request that has not reached its scheduler yet.
+        """
+        end = time.monotonic() + self._e.config.abort_wait
+        while not until.done() and time.monotonic() < end:
+            try:
+                await self._post_abort(url, rid)
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                return  # the engine is gone; its connection will say so
+            await asyncio.wait({until}, timeout=0.25)
+
+    async def _post_abort(self, url: str, rid: str) -> None:
+        timeout = aiohttp.ClientTimeout(total=self._e.config.connect_timeout)
+        async with self._e.session.post(f"{url}/abort_request", json={"rid": rid}, timeout=timeout) as response:
+            await response.read()
+
+    def _stop_across(self, base: int) -> tuple[int, str] | None:
+        """(length, stop) where a stop string begins before token `base` and ends after it; None if there is none."""
+        stops, ids = self._sampling.stop, self.output.ids
+        if not stops or base == 0:
+            return None
+        reach = max(len(s.encode()) for s in stops)  # every token is at least one byte, special ones aside
+        if len(ids) - base > 2 * reach:
+            return None  # it would have been found before
+        start = max(0, base - reach)
+        decode = self._e.vocabulary.decode
+        text = decode(ids[start:])
+        if not any(s in text for s in stops):
+            return None
+        for length in range(base, len(ids) + 1):
+            text = decode(ids[start:length])
+            for stop in stops:
+                if stop in text:
+                    return length, stop
+        return None
+
+    def _check_stops(self, base: int) -> None:
+        if (found := self._stop_across(base)) is not None:
+            self.output.truncate(found[0])
+            self.output.finish, self.output.matched = "stop", found[1]
+        elif not self.output.finish and base == 0 and self._sampling.stop and self.output.ids:
+            # The engine was stopped between sampling the end of a stop string and looking for it.
+            reach = max(len(s.encode()) for s in self._sampling.stop)
+            text = self._e.vocabulary.decode(self.output.ids[-reach:])
+            if (stop := next((s for s in self._sampling.stop if s in text), None)) is not None:
+                self.output.finish, self.output.matched = "stop", stop
+
+
+def sampling_params(sampling: Sampling, max_new_tokens: int, stop_ids: tuple[int, ...]) -> dict[str, Any]:
+    """SGLang's sampling parameters."""
+    found: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    if sampling.stop:
+        found["stop"] = list(sampling.stop)
+    if stop_ids:
+        found["stop_token_ids"] = list(stop_ids)
+    for name in ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        if (value := getattr(sampling, name)) is not None:
+            found[name] = value
+    if sampling.seed is not None:
+        found["sampling_seed"] = sampling.seed
+    return found
+
+
+def _message(text: str) -> str:
+    """The message inside an engine's error body."""
+    try:
+        error = msgspec.json.decode(text.encode()).get("error")
+        return str(error["message"] if isinstance(error, dict) else error)[:500]
+    except (msgspec.DecodeError, AttributeError, KeyError):
+        return text[:500]

@@ -1,0 +1,86 @@
+"""Counters, written to a file that always holds a whole snapshot: on change, at most once a second, and at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+COUNTERS = (
+    "executions",  # seen
+    "calls",  # answered and recorded
+    "calls_failed",  # answered with an error that is not the harness's own
+    "calls_refused",  # answered with an error because of what the request says
+    "calls_aborted",  # nobody waited for the answer any more
+    "calls_moved",  # calls that more than one engine worked on
+    "calls_untrainable",  # without log-probabilities
+    "moves",  # requests that left a draining engine
+    "attempts",  # requests sent to engines
+    "engine_failures",  # requests lost at an engine
+    "duplicates",  # requests that joined an earlier one's attempt
+    "undelivered",  # answers whose connection was lost
+    "forks",  # prompts that could not be proven to extend the call they continue
+    "roots",  # prompts that continue no call
+    "spliced_turns",  # turns put into a prompt as sampled elsewhere in the execution
+    "foreign_turns",  # assistant turns that were not sampled here
+    "restored_turns",  # turns that came back changed
+    "unknown_roles",  # calls no role rule matched
+    "tools_ignored",  # calls whose tools the chat template does not mention
+    "prompt_tokens",
+    "completion_tokens",
+)
+
+
+class Metrics:
+    """Named counters."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self._path = path
+        self._dirty = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        if path is not None and path.is_file():  # a restarted proxy goes on counting
+            with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
+                self.counts |= msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+
+    def add(self, name: str, n: int = 1) -> None:
+        """Count; `name` is one of `COUNTERS`."""
+        if n:
+            self.counts[name] += n
+            self._dirty.set()
+
+    def start(self) -> None:
+        """Write from now on."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._write()
+            self._task = asyncio.create_task(self._run(), name="metrics")
+
+    async def stop(self) -> None:
+        """Write a last time."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._write()
+
+    async def _run(self) -> None:
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            self._write()
+            await asyncio.sleep(1.0)
+
+    def _write(self) -> None:
+        assert self._path is not None  # noqa: S101  (callers checked)
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        try:
+            partial.write_bytes(msgspec.json.format(msgspec.json.encode(self.counts), indent=1) + b"\n")
+            os.replace(partial, self._path)
+        except OSError as e:
+            log.error("cannot write %s: %s", self._path, e)

@@ -1,0 +1,145 @@
+"""The proxy process: puts the parts together, serves until SIGTERM, stops in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from gyre_agent_proxy.config import ModelConfig, ProxyConfig
+from gyre_agent_proxy.dialects.base import Defaults
+from gyre_agent_proxy.engines import Pool
+from gyre_agent_proxy.errors import ListenError
+from gyre_agent_proxy.generate import Engines
+from gyre_agent_proxy.keys import load_secret
+from gyre_agent_proxy.link import Link, static_routes
+from gyre_agent_proxy.metrics import Metrics
+from gyre_agent_proxy.recorder import Recorder
+from gyre_agent_proxy.render import load_renderer
+from gyre_agent_proxy.roles import Roles
+from gyre_agent_proxy.server import Server
+from gyre_agent_proxy.service import Service
+from gyre_transport.config import section
+from gyre_transport.process import follow_parent, ready
+from gyre_transport.run import BusConfig, Context
+
+log = logging.getLogger(__name__)
+
+
+class Proxy:
+    """A running proxy."""
+
+    def __init__(self, url: str, pool: Pool, service: Service) -> None:
+        self.url = url  # without /v1
+        self.pool = pool
+        self.service = service
+
+
+@contextlib.asynccontextmanager
+async def proxy(
+    config: ProxyConfig,
+    model: ModelConfig,
+    *,
+    calls: Path,
+    secret: bytes | None = None,
+    metrics: Path | None = None,
+    bus: BusConfig | None = None,
+) -> AsyncIterator[Proxy]:
+    """Serve while the context is open.
+
+    calls: folder of the call logs. secret: signs API keys (None: open mode). metrics: file for the counters.
+    bus: where the scheduler is; None uses `config.engines`. Raises `ModelError`, `RoleTableError`, `ListenError`.
+    """
+    renderer = load_renderer(model.path, config.template, model.name)
+    roles = Roles.load(config.roles)
+    pool = Pool(backoff=config.backoff, backoff_limit=config.backoff_limit)
+    pool.update(0, static_routes(config.engines))
+    counters = Metrics(metrics)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+    async with contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        engines = Engines(pool, session, config, counters, renderer.vocabulary, renderer.stop_ids)
+        recorder = Recorder(calls, model=model.name, tokenizer_hash=renderer.vocabulary.hash)
+        service = Service(renderer, engines, recorder, roles)
+        server = Server(
+            service,
+            renderer,
+            secret,
+            model=model.name,
+            defaults=Defaults(max_tokens=config.default_max_tokens, temperature=config.temperature, top_p=config.top_p),
+            keepalive=config.keepalive,
+            max_body=config.max_body,
+        )
+        runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        url = await _listen(runner, config)
+        counters.start()
+        stack.push_async_callback(counters.stop)
+        stack.push_async_callback(service.stop)
+        if bus is not None:
+            link = Link(bus, pool, url)
+            engines.lost = link.lost
+            following = asyncio.create_task(link.run(), name="link")
+            following.add_done_callback(_ended)
+            stack.push_async_callback(_cancel, following)
+        yield Proxy(url, pool, service)
+
+
+async def serve(context: Context) -> None:
+    """The run's proxy: section [proxy] and [model] of the resolved config; returns after SIGTERM or SIGINT."""
+    config = section(context.data, "proxy", ProxyConfig)
+    model = section(context.data, "model", ModelConfig)
+    bus = None if config.engines else context.bus
+    async with proxy(
+        config,
+        model,
+        calls=context.dir.calls,
+        secret=load_secret(context.dir.secret),
+        metrics=context.dir.metrics / "proxy.json",
+        bus=bus,
+    ) as running:
+        await until_stopped(running.url)
+
+
+async def until_stopped(url: str) -> None:
+    """Say that the proxy serves, and wait for SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    follow_parent()
+    ready(url=url)
+    log.info("serving at %s", url)
+    await stop.wait()
+    log.info("stopping")
+
+
+async def _listen(runner: web.AppRunner, config: ProxyConfig) -> str:
+    site = web.TCPSite(runner, config.host, config.port, backlog=1024)
+    try:
+        await site.start()
+    except OSError as e:
+        why = "the port is in use" if e.errno == errno.EADDRINUSE else (e.strerror or str(e))
+        raise ListenError(
+            f"cannot listen on {config.host}:{config.port}: {why}; set proxy.port to a free port, or to 0"
+        ) from e
+    host, port = runner.addresses[0][:2]
+    return f"http://{host}:{port}"
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (e := task.exception()) is not None:
+        log.critical("the link to the scheduler failed; routes will not change any more", exc_info=e)

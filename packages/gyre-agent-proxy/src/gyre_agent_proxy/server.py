@@ -1,0 +1,183 @@
+"""The HTTP server.
+
+POST /v1/chat/completions   GET /v1/models   GET /health   GET /gyre/stats   POST /gyre/executions/{id}/close
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from gyre_agent_proxy.attempt import Attempt
+from gyre_agent_proxy.conversation import Reply
+from gyre_agent_proxy.dialects import chat
+from gyre_agent_proxy.dialects.base import Defaults
+from gyre_agent_proxy.errors import BadRequest, EngineError, ProxyError, Unauthorized
+from gyre_agent_proxy.keys import execution_of
+from gyre_agent_proxy.parse import settled
+from gyre_agent_proxy.render import Renderer
+from gyre_agent_proxy.service import Service
+from gyre_agent_proxy.text import GrowingText
+
+log = logging.getLogger(__name__)
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """The HTTP face of a `Service`."""
+
+    def __init__(
+        self,
+        service: Service,
+        renderer: Renderer,
+        secret: bytes | None,
+        *,
+        model: str,
+        defaults: Defaults,
+        keepalive: float,
+        max_body: int,
+    ) -> None:
+        self._service = service
+        self._renderer = renderer
+        self._secret = secret
+        self._model = model
+        self._defaults = defaults
+        self._keepalive = keepalive
+        self._created = int(time.time())
+        self.app = web.Application(client_max_size=max_body, middlewares=[_errors(service)])
+        self.app.router.add_post("/v1/chat/completions", self._chat)
+        self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_get("/health", self._health)
+        self.app.router.add_get("/gyre/stats", self._stats)
+        self.app.router.add_post("/gyre/executions/{id}/close", self._close)
+
+    def _execution(self, request: web.Request) -> str:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            key = request.headers.get("x-api-key", "")
+        if not key.strip():
+            raise Unauthorized("no API key: send `Authorization: Bearer <the execution's key>`")
+        return execution_of(self._secret, key.strip())
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        execution = self._execution(request)
+        asked = chat.read_request(await request.read(), self._defaults)
+        attempt = self._service.submit(execution, asked, request.headers)
+        async with attempt.waiting():
+            if not asked.stream:
+                reply = await asyncio.shield(attempt.reply)
+                response = web.json_response(chat.completion(reply, asked.model or self._model))
+                async with self._delivery(execution, attempt):
+                    await response.prepare(request)
+                    await response.write_eof()
+                return response
+            encoder = chat.ChatStream(attempt.call, attempt.created, asked, asked.model or self._model)
+            return await self._stream(request, execution, attempt, encoder)
+
+    async def _stream(
+        self, request: web.Request, execution: str, attempt: Attempt, encoder: chat.ChatStream
+    ) -> web.StreamResponse:
+        # An error that comes before anything had to be sent gets its own status.
+        await attempt.changed(0, self._keepalive)
+        if attempt.reply.done() and (early := attempt.reply.exception()) is not None:
+            raise early
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+        text = GrowingText(self._renderer.vocabulary, self._renderer.stop_ids)
+        asked, sent, seen = attempt.request, "", 0
+        thinking = attempt.thinking or not self._renderer.plain
+        async with self._delivery(execution, attempt):
+            await response.prepare(request)
+            while not attempt.reply.done():
+                if not await attempt.changed(seen, self._keepalive):
+                    await response.write(encoder.keepalive)
+                    continue
+                if (seen := len(attempt.ids)) and not attempt.reply.done():
+                    whole = settled(
+                        text.feed(attempt.ids),
+                        asked.sampling.stop,
+                        tools=bool(asked.conversation.tools),
+                        thinking=thinking,
+                    )
+                    if len(whole) > len(sent):
+                        await response.write(encoder.delta(whole[len(sent) :]))
+                        sent = whole
+            error = attempt.reply.exception()
+            if isinstance(error, ProxyError):
+                self._service.metrics.add("calls_failed")
+                await response.write(encoder.failure(error))
+            else:
+                reply: Reply = attempt.reply.result()
+                if not reply.text.startswith(sent):
+                    log.error("call %s: the text streamed is not the beginning of the answer", attempt.call)
+                await response.write(encoder.finish(reply, reply.text[len(sent) :]))
+            await response.write_eof()
+        return response
+
+    @contextlib.asynccontextmanager
+    async def _delivery(self, execution: str, attempt: Attempt) -> AsyncIterator[None]:
+        """Record whether the answer was written whole; an attempt without an answer is recorded by the service."""
+        ok = False
+        try:
+            yield
+            ok = True
+        finally:
+            if attempt.reply.done() and not attempt.reply.cancelled() and attempt.reply.exception() is None:
+                self._service.delivered(execution, attempt, ok=ok)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._execution(request)
+        return web.json_response(chat.models(self._model, self._created))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _stats(self, request: web.Request) -> web.Response:
+        return web.json_response(self._service.stats)
+
+    async def _close(self, request: web.Request) -> web.Response:
+        name = request.match_info["id"]
+        if self._execution(request) != name:
+            raise Unauthorized(f"this key is another execution's, not {name!r}'s")
+        return web.json_response({"execution": name, "calls": await self._service.close(name)})
+
+
+def _errors(service: Service) -> Middleware:
+    """Every error in the dialect's shape, and counted."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPRequestEntityTooLarge as e:
+            error: ProxyError = BadRequest(f"the body is too large: {e.text}; raise proxy.max_body")
+            error.status = 413
+        except web.HTTPException as e:
+            error = BadRequest(
+                f"{request.method} {request.path}: {e.reason}; see the package's README for what is served"
+            )
+            error.status = e.status
+        except ProxyError as e:
+            error = e
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as e:
+            log.exception("%s %s failed", request.method, request.path)
+            error = EngineError(f"the proxy failed: {type(e).__name__}: {e}")
+            error.status = 500
+        refused = error.status < 500 and error.status != 429
+        if request.path.startswith("/v1/"):
+            service.metrics.add("calls_refused" if refused else "calls_failed")
+        log.warning("%s %s: %d %s", request.method, request.path, error.status, error)
+        headers = {"Retry-After": str(retry)} if (retry := getattr(error, "retry_after", None)) else None
+        return web.json_response(chat.error_body(error), status=error.status, headers=headers)
+
+    return middleware

@@ -1,0 +1,332 @@
+"""The proxy without HTTP: executions, their attempts, and what is recorded of each call.
+
+submit: join an equal request's attempt ─or─ plan the prompt ─▶ generate ─▶ record ─▶ history ─▶ reply
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from gyre_agent_proxy.attempt import Attempt
+from gyre_agent_proxy.conversation import Conversation, Message, Reply, Request, Sampling, ToolCall, digest
+from gyre_agent_proxy.errors import EngineError, ExecutionEnded, ProxyError, TooBusy
+from gyre_agent_proxy.generate import Engines, Generation, Output, sampling_params
+from gyre_agent_proxy.history import History, Node, Plan
+from gyre_agent_proxy.recorder import Recorder
+from gyre_agent_proxy.render import Renderer
+from gyre_agent_proxy.roles import Roles
+from gyre_traj.log import Log
+from gyre_traj.records import Call, Delivered, pack_ids, pack_logprobs, unpack_ids
+
+log = logging.getLogger(__name__)
+
+_NOTHING = Conversation(messages=())
+_SAMPLING = Sampling(max_tokens=1)
+_KEPT = 64  # undelivered answers kept for a repeated request, per execution
+
+
+class Memo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a `Call` record carries under request["gyre"]: enough to rebuild the history after a restart."""
+
+    key: str  # of the prefix that ends with the answer
+    depth: int
+    digest: str
+    reply: Reply
+
+
+class Execution:
+    """History and attempts of one execution."""
+
+    def __init__(self, name: str, history: History) -> None:
+        self.name = name
+        self.history = history
+        self.attempts: dict[str, Attempt] = {}  # by request digest: running, or answered and not delivered
+        self.tasks: set[asyncio.Task[None]] = set()
+
+
+class Service:
+    """All executions of this proxy."""
+
+    def __init__(self, renderer: Renderer, engines: Engines, recorder: Recorder, roles: Roles) -> None:
+        self._renderer = renderer
+        self._engines = engines
+        self._recorder = recorder
+        self._roles = roles
+        self._executions: dict[str, Execution] = {}
+        self._ended: set[str] = set()
+        self._open = 0
+        self.metrics = engines.metrics
+
+    def submit(self, name: str, request: Request, headers: Mapping[str, str]) -> Attempt:
+        """Return the attempt that answers `request` of execution `name`; an equal request in flight is joined.
+
+        Raises `BadRequest` (nothing was changed), `TooBusy`, `ExecutionEnded`, `RecordError`.
+        """
+        execution = self._execution(name)
+        earlier = execution.attempts.get(request.digest)
+        if earlier is not None and earlier.joinable:
+            self.metrics.add("duplicates")
+            log.info("%s: a repeated request joined call %s", name, earlier.call)
+            return earlier
+        if self._open >= self._engines.config.queue:
+            raise TooBusy(f"{self._open} calls are open, the most proxy.queue allows; ask again later")
+        plan = execution.history.plan(request.conversation)
+        role, known = self._roles.role(headers, request.conversation)
+        self._count(plan, request, known)
+        attempt = Attempt(_call_id(), request, role, int(time.time()), self._engines.config.disconnect_grace)
+        attempt.thinking = self._renderer.thinking(plan.prompt[-16:].tolist())
+        attempt.generation = Generation(self._engines, name, plan.prompt, request.sampling, attempt.progress)
+        execution.attempts.pop(request.digest, None)
+        execution.attempts[request.digest] = attempt
+        self._open += 1
+        task = asyncio.create_task(self._run(execution, attempt, attempt.generation, plan), name=f"call {attempt.call}")
+        execution.tasks.add(task)
+        task.add_done_callback(execution.tasks.discard)
+        return attempt
+
+    def delivered(self, name: str, attempt: Attempt, *, ok: bool) -> None:
+        """The answer was written to a connection whole, or the connection was lost while it was written."""
+        attempt.delivered = attempt.delivered or ok
+        execution = self._executions.get(name)
+        if ok and execution is not None and execution.attempts.get(attempt.request.digest) is attempt:
+            del execution.attempts[attempt.request.digest]
+        if not ok:
+            self.metrics.add("undelivered")
+        if execution is not None:
+            self._recorder.append(name, Delivered(call=attempt.call, ok=ok))
+
+    async def close(self, name: str, deadline: float = 30.0) -> int:
+        """End an execution: abort what is still running, complete its log, forget it; returns its number of calls.
+
+        Idempotent. Raises `RecordError`.
+        """
+        self._ended.add(name)
+        if (execution := self._executions.get(name)) is not None:
+            await self._stop(execution, deadline)
+            self._executions.pop(name, None)
+            self._engines.pool.forget(name)
+            self._recorder.close(name)
+        return self._recorder.count(name)
+
+    async def stop(self, deadline: float = 15.0) -> None:
+        """Abort everything and close all logs."""
+        await asyncio.gather(*(self._stop(e, deadline) for e in self._executions.values()))
+        self._recorder.close_all()
+
+    async def _stop(self, execution: Execution, deadline: float) -> None:
+        for attempt in execution.attempts.values():
+            if attempt.generation is not None and not attempt.reply.done():
+                attempt.generation.abandon()
+        await self._engines.pool.notify()
+        if execution.tasks:
+            _, left = await asyncio.wait(execution.tasks, timeout=deadline)
+            for task in left:
+                log.error("%s: %s did not end in %g s", execution.name, task.get_name(), deadline)
+                task.cancel()
+
+    @property
+    def stats(self) -> dict[str, object]:
+        """What `GET /gyre/stats` shows."""
+        pool = self._engines.pool
+        return {
+            **self.metrics.counts,
+            "open_calls": self._open,
+            "open_executions": len(self._executions),
+            "epoch": pool.epoch,
+            "engines": {
+                name: {
+                    "url": s.route.url,
+                    "routed": s.routed,
+                    "draining": s.draining,
+                    "active": len(s.active),
+                    "executions": len(s.executions),
+                    "failures": s.failures,
+                }
+                for name, s in pool.engines.items()
+            },
+        }
+
+    def _execution(self, name: str) -> Execution:
+        if name in self._ended:
+            raise ExecutionEnded(f"execution {name!r} was closed; its log is complete and takes no further call")
+        execution = self._executions.get(name)
+        if execution is None:
+            before = self._recorder.open(name)
+            execution = Execution(name, History(self._renderer))
+            self._executions[name] = execution
+            if before is not None:
+                self._rebuild(execution, before)
+            else:
+                self.metrics.add("executions")
+        return execution
+
+    def _rebuild(self, execution: Execution, before: Log) -> None:
+        """Continue an execution whose calls an earlier proxy recorded."""
+        nodes: dict[str, Node] = {}
+        for call in before.calls:
+            if call.finish not in ("stop", "length") or "gyre" not in call.request:
+                continue
+            if call.parent is not None and call.parent not in nodes:
+                log.error(
+                    "%s: call %s continues call %s, which its log does not hold", execution.name, call.call, call.parent
+                )
+                continue
+            memo = msgspec.convert(call.request["gyre"], Memo)
+            node = Node(
+                call=call.call,
+                parent=nodes[call.parent] if call.parent is not None else None,
+                key=bytes.fromhex(memo.key),
+                depth=memo.depth,
+                message=_answer(memo.reply),
+                prompt=unpack_ids(call.prompt),
+                output=unpack_ids(call.output),
+            )
+            nodes[call.call] = node
+            execution.history.insert(node)
+            if not before.delivered.get(call.call):
+                request = Request(
+                    conversation=_NOTHING, sampling=_SAMPLING, dialect=call.dialect, model="", digest=memo.digest
+                )
+                attempt = Attempt(call.call, request, call.role, memo.reply.created, 0.0)
+                attempt.settle(memo.reply)
+                execution.attempts[memo.digest] = attempt
+        log.info("%s: continued from its log, %d calls", execution.name, len(nodes))
+
+    def _count(self, plan: Plan, request: Request, known: bool) -> None:
+        self.metrics.add("unknown_roles", not known)
+        self.metrics.add("forks", plan.forked)
+        self.metrics.add("roots", plan.parent is None)
+        self.metrics.add("spliced_turns", plan.spliced)
+        self.metrics.add("foreign_turns", plan.foreign)
+        self.metrics.add("restored_turns", plan.restored)
+        self.metrics.add("tools_ignored", bool(request.conversation.tools) and not self._renderer.shows_tools)
+
+    async def _run(self, execution: Execution, attempt: Attempt, generation: Generation, plan: Plan) -> None:
+        output = generation.output
+        try:
+            await generation.run()
+            if output.finish == "abort":
+                self._record(execution, attempt, plan, output, None)
+                self._recorder.append(execution.name, Delivered(call=attempt.call, ok=False))
+                self.metrics.add("calls_aborted")
+                attempt.settle(EngineError("the call was aborted because nobody waited for its answer"))
+                return
+            reply = self._reply(attempt, plan, output)
+            node = self._record(execution, attempt, plan, output, reply)
+            execution.history.insert(node)
+            attempt.settle(reply)
+        except ProxyError as e:
+            await self._fail(execution, attempt, plan, output, e)
+        except Exception as e:
+            log.exception("%s: call %s failed", execution.name, attempt.call)
+            await self._fail(
+                execution, attempt, plan, output, EngineError(f"the proxy failed: {type(e).__name__}: {e}")
+            )
+        finally:
+            self._open -= 1
+            self._trim(execution)
+            attempt.settle(EngineError("the call was cancelled"))
+
+    async def _fail(
+        self, execution: Execution, attempt: Attempt, plan: Plan, output: Output, error: ProxyError
+    ) -> None:
+        output.finish = "error"
+        if output.ids and not attempt.reply.done():
+            try:
+                self._record(execution, attempt, plan, output, None)
+            except ProxyError as e:
+                log.error("%s", e)
+        execution.attempts.pop(attempt.request.digest, None)
+        attempt.settle(error)
+
+    def _reply(self, attempt: Attempt, plan: Plan, output: Output) -> Reply:
+        request = attempt.request
+        said = self._renderer.parse(
+            plan.prompt[-16:].tolist() if self._renderer.plain else plan.prompt.tolist(),
+            output.ids,
+            request.conversation.tools,
+            request.sampling.stop,
+        )
+        ids = said.native_ids or tuple(f"call_{uuid.uuid4().hex[:24]}" for _ in said.calls)
+        calls = tuple(ToolCall(id=i, name=n, arguments=a) for i, (n, a) in zip(ids, said.calls, strict=True))
+        return Reply(
+            call=attempt.call,
+            text=said.text,
+            reasoning=said.reasoning,
+            calls=calls,
+            finish="tool_calls" if calls and output.finish == "stop" else output.finish,
+            prompt_tokens=len(plan.prompt),
+            completion_tokens=len(output.ids),
+            cached_tokens=output.cached,
+            created=attempt.created,
+        )
+
+    def _record(self, execution: Execution, attempt: Attempt, plan: Plan, output: Output, reply: Reply | None) -> Node:
+        """Write the call to its log and return its node. Raises `RecordError`."""
+        request, message = attempt.request, _answer(reply)
+        node = Node(
+            call=attempt.call,
+            parent=plan.parent,
+            key=plan.answered(message),
+            depth=plan.depth + 1,
+            message=message,
+            prompt=plan.prompt[plan.prefix :].copy(),
+            output=np.asarray(output.ids, np.uint32),
+        )
+        kept = {**request.other, "model": request.model}
+        if reply is not None:
+            memo = Memo(key=node.key.hex(), depth=node.depth, digest=request.digest, reply=reply)
+            kept["gyre"] = msgspec.to_builtins(memo)
+        trainable = output.logprobs is not None and len(output.logprobs) == len(output.ids)
+        record = Call(
+            call=attempt.call,
+            execution=execution.name,
+            role=attempt.role,
+            dialect=request.dialect,
+            parent=plan.parent.call if plan.parent is not None else None,
+            prefix=plan.prefix,
+            prompt=pack_ids(node.prompt),
+            inserted=plan.inserted,
+            output=pack_ids(node.output),
+            logprobs=pack_logprobs(output.logprobs) if trainable and output.logprobs is not None else b"",
+            versions=tuple(output.versions),
+            finish=output.finish,
+            matched_stop=output.matched,
+            attempts=tuple(output.attempts),
+            sampling=sampling_params(request.sampling, request.sampling.max_tokens, self._engines.stop_ids),
+            tools_hash=digest(msgspec.json.encode(request.conversation.tools)).hex(),
+            template_hash=self._renderer.hash,
+            request=kept,
+            started=attempt.started,
+            ended=round(time.time(), 3),
+        )
+        self._recorder.append(execution.name, record)
+        self.metrics.add("calls")
+        self.metrics.add("calls_moved", len({a.engine for a in output.attempts}) > 1)
+        self.metrics.add("calls_untrainable", not trainable)
+        self.metrics.add("prompt_tokens", len(plan.prompt))
+        self.metrics.add("completion_tokens", len(output.ids))
+        return node
+
+    def _trim(self, execution: Execution) -> None:
+        """Bound what is kept for repeated requests; aborted attempts are not."""
+        done = [d for d, a in execution.attempts.items() if a.reply.done()]
+        for key in done[: max(0, len(done) - _KEPT)]:
+            del execution.attempts[key]
+
+
+def _call_id() -> str:
+    return uuid.uuid4().hex[:24]
+
+
+def _answer(reply: Reply | None) -> Message:
+    if reply is None:
+        return Message(role="assistant")
+    return Message(role="assistant", text=reply.text, reasoning=reply.reasoning, calls=reply.calls)
