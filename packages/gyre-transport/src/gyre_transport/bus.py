@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import socket as socketlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -54,6 +55,8 @@ def _prepare(socket: zmq.Socket[Any]) -> None:
 
 
 def _bind(socket: zmq.Socket[Any], address: str) -> str:
+    if _served(address):  # ZeroMQ would take a living server's ipc path away without a word
+        raise BusError(f"cannot listen on {address!r}: a living process does; choose another address or stop it")
     try:
         socket.bind(address)
     except zmq.ZMQError as e:
@@ -63,16 +66,29 @@ def _bind(socket: zmq.Socket[Any], address: str) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
+def _served(address: str) -> bool:
+    """Whether somebody answers at an ipc address; False for a path that a dead process left."""
+    if not address.startswith("ipc:///"):
+        return False
+    with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(address.removeprefix("ipc://"))
+        except OSError:
+            return False
+    return True
+
+
 def _unpack(frames: list[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> tuple[int, Any]:
     """Return (request id, reply) of a reply's frames; raise what it says."""
     if len(frames) != 3:
         raise ProtocolError(f"expected a reply of 3 frames, got {len(frames)}; is the peer another version of Gyre?")
     request_id = int.from_bytes(frames[0], "big")
-    if frames[1] == _ERROR:
+    try:
+        if frames[1] == _OK:
+            return request_id, decoder.decode(frames[2])
         fault = msgspec.msgpack.decode(frames[2], type=Fault)
         return request_id, RemoteError(fault.kind, fault.message)
-    try:
-        return request_id, decoder.decode(frames[2])
     except msgspec.DecodeError as e:
         return request_id, ProtocolError(f"a reply does not decode: {e}; is the peer another version of Gyre?")
 
@@ -209,12 +225,14 @@ class Client:
                 future.set_result(reply)
 
     async def close(self) -> None:
-        """Close the socket; calls still waiting are cancelled."""
+        """Close the socket; calls still waiting raise `BusError`."""
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
+            self._loop_task = None
         for future in self._waiting.values():
-            future.cancel()
+            if not future.done():
+                future.set_exception(BusError(f"the client of {self.address!r} was closed before the answer came"))
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -24,7 +24,7 @@ def load(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, A
         data = tomllib.loads(path.read_text())
     except OSError as e:
         raise ConfigError(f"cannot read the config {str(path)!r}: {e.strerror}; check the path") from e
-    except tomllib.TOMLDecodeError as e:
+    except ValueError as e:  # not TOML, or not UTF-8
         raise ConfigError(f"{str(path)!r} is not TOML: {e}") from e
     for override in overrides:
         _apply(data, override)
@@ -34,7 +34,7 @@ def load(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, A
 def _apply(data: dict[str, Any], override: str) -> None:
     key, found, text = override.partition("=")
     parts = key.strip().lstrip("-").split(".")
-    if not found or not all(parts):
+    if not found or len(parts) < 2 or not all(parts):
         raise ConfigError(f"an override looks like section.key=value, got {override!r}")
     table = data
     for part in parts[:-1]:
@@ -47,9 +47,10 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"v = {text}")["v"]
+        parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
         return text  # a bare word is a string
+    return parsed["v"] if len(parsed) == 1 else text
 
 
 def section[T](data: dict[str, Any], name: str, kind: type[T]) -> T:
@@ -69,7 +70,7 @@ def only(data: dict[str, Any], names: set[str]) -> None:
 
 
 def _hint(message: str, kind: type[Any]) -> str:
-    if "unknown field" not in message:
+    if "unknown field" not in message or " at `$." in message:  # of a nested table: its keys are not known here
         return ""
     fields = {f.encode_name for f in msgspec.structs.fields(kind)} if issubclass(kind, msgspec.Struct) else set()
     unknown = message.split("`")[1]

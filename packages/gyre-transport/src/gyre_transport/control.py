@@ -175,14 +175,17 @@ class Peer:
         return StaleDescriptor(f"the memory of {self.owner} was deregistered; ask it for a new descriptor")
 
     def refusal(self, e: OSError) -> DataError:
-        """The error that `e`, from opening or reading the owner's memory, means."""
+        """The error that `e`, from reading the owner's memory, means; raised at once if the owner has ended."""
         if e.errno in (errno.EACCES, errno.EPERM, errno.ENOSYS):
             return Unreachable(
                 f"the kernel refuses to read the memory of {self.owner}: {os.strerror(e.errno)}; run both processes as "
                 "the same user, allow ptrace between them (kernel.yama.ptrace_scope=0 or 1; in containers "
                 "CAP_SYS_PTRACE), or hand over memory made by allocate(); `gyre-transport doctor` shows what works here"
             )
-        return StaleDescriptor(f"the memory of {self.owner} is gone: {e.strerror}; ask its owner for a new descriptor")
+        if e.errno in (errno.ENOENT, errno.ESRCH, errno.EFAULT, errno.ENXIO, errno.EIO):
+            self._alive()
+            return self._deregistered()
+        return DataError(f"cannot read the memory of {self.owner}: {os.strerror(e.errno or 0)}")
 
     def close(self) -> None:
         """Close the files that were opened."""

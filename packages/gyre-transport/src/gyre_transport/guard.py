@@ -1,9 +1,10 @@
 """Run a foreign program and end its whole process tree when it ends, when told to, or when the parent dies.
 
-    python -m gyre_transport.guard PROGRAM [ARGUMENT …]     (started by `gyre_transport.process.Child`)
+    python -I -S guard.py PROGRAM [ARGUMENT …]     (started by `gyre_transport.process.Child`)
 
 The guard is a child subreaper: a process that PROGRAM leaves behind, daemons included, becomes the guard's child and is
-ended with the rest. Exit code: PROGRAM's (128 + signal if a signal ended it; 127 if it could not be started).
+ended with the rest. SIGTERM ends the tree, with a grace for PROGRAM; a second SIGTERM ends the grace. Exit code:
+PROGRAM's (128 + signal if a signal ended it; 127 if it could not be started).
 Only the standard library is imported: a guard runs beside every harness.
 """
 
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE = 5.0
 
 
@@ -44,12 +45,12 @@ def _reap() -> None:
         pass
 
 
-def _end_tree(program: "subprocess.Popen[bytes]", grace: float) -> None:
+def _end_tree(program: "subprocess.Popen[bytes]", grace: float, stop: list[int]) -> None:
     """SIGTERM the program's session, then SIGKILL whatever is left until nothing is."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGTERM)
     end = time.monotonic() + grace
-    while program.poll() is None and time.monotonic() < end:
+    while program.poll() is None and time.monotonic() < end and len(stop) < 2:
         time.sleep(0.02)
     for _ in range(200):
         with contextlib.suppress(ProcessLookupError):
@@ -63,12 +64,15 @@ def _end_tree(program: "subprocess.Popen[bytes]", grace: float) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+    print(f"guard: could not end the processes {left}", file=sys.stderr)  # noqa: T201
 
 
 def main(argv: list[str]) -> int:
     """Run `argv`; see the module's docstring."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     parent = int(os.environ.pop("GYRE_PARENT_FD", "-1"))
+    ready = int(os.environ.get("GYRE_READY_FD", "-1"))  # PROGRAM's, when it is one of ours
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
@@ -77,10 +81,17 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, lambda number, _: stop.append(number))
     signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
-        program = subprocess.Popen(argv, start_new_session=True)
-    except OSError as e:
-        print(f"guard: cannot start {argv[0]!r}: {e.strerror}", file=sys.stderr)  # noqa: T201
+        program = subprocess.Popen(
+            argv,
+            start_new_session=True,
+            pass_fds=[ready] if ready >= 0 else [],
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # should the guard be killed
+        )
+    except (OSError, subprocess.SubprocessError) as e:
+        print(f"guard: cannot start {argv[0]!r}: {e}", file=sys.stderr)  # noqa: T201
         return 127
+    if ready >= 0:
+        os.close(ready)
     watched = selectors.DefaultSelector()
     watched.register(wake_read, selectors.EVENT_READ)
     if parent >= 0:
@@ -89,7 +100,7 @@ def main(argv: list[str]) -> int:
         for key, _ in watched.select():
             if not os.read(key.fd, 512) and key.fd == parent:
                 stop.append(signal.SIGTERM)
-    _end_tree(program, _GRACE)
+    _end_tree(program, _GRACE, stop)
     code = program.wait()
     return code if code >= 0 else 128 - code
 

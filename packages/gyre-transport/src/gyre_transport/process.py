@@ -19,9 +19,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gyre_transport.errors import ProcessError
 
@@ -35,18 +35,20 @@ def follow_parent(grace: float = _GRACE) -> None:
 
     Does nothing when the process was not started by `Child`.
     """
-    fd = os.environ.pop(_PARENT_FD, None)
-    if fd is None:
+    text = os.environ.pop(_PARENT_FD, None)
+    if text is None:
         return
+    fd = int(text)
+    os.set_inheritable(fd, False)
 
-    def watch(fd: int) -> None:
+    def watch() -> None:
         while os.read(fd, 1):  # blocks; empty at the parent's end
             pass
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace)
         os._exit(1)
 
-    threading.Thread(target=watch, args=(int(fd),), daemon=True, name="follow-parent").start()
+    threading.Thread(target=watch, daemon=True, name="follow-parent").start()
 
 
 def ready(**info: Any) -> None:
@@ -58,18 +60,28 @@ def ready(**info: Any) -> None:
         pipe.write(json.dumps(info) + "\n")
 
 
+class _End(NamedTuple):
+    """One step towards a child's end."""
+
+    act: Callable[[], None]
+    wait: float | None  # seconds for it to work; None: it will
+
+
 class Child:
     """One child process, its log file and its end.
 
     Use `start`, then `stop`; `wait` returns the exit code whenever it ends.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, parent_fd: int) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, log: Path, parent_fd: int, *, guarded: bool = False
+    ) -> None:
         self.name = name
         self.log = log
         self.info: dict[str, Any] = {}
         self._process = process
         self._parent_fd = parent_fd
+        self._guarded = guarded
 
     @classmethod
     async def start(
@@ -92,13 +104,14 @@ class Child:
         """
         if guarded:
             argv = [sys.executable, "-I", "-S", _GUARD, *argv]  # by path: the program's environment stays as given
-        log.parent.mkdir(parents=True, exist_ok=True)
         watched, held = os.pipe()
         told, tells = os.pipe()
         child_env = {**(os.environ if env is None else env), _PARENT_FD: str(watched)}
+        child_env.pop(_READY_FD, None)
         if ready_within is not None:
             child_env[_READY_FD] = str(tells)
         try:
+            log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as out:
                 process = await asyncio.create_subprocess_exec(
                     *argv,
@@ -110,14 +123,18 @@ class Child:
                     pass_fds=(watched, tells) if ready_within is not None else (watched,),
                     start_new_session=True,
                 )
-        except OSError as e:
+        except BaseException as e:
             os.close(held)
             os.close(told)
-            raise ProcessError(f"cannot start {name}: {argv[0]!r}: {e.strerror}; is it installed?") from e
+            if isinstance(e, OSError):
+                raise ProcessError(
+                    f"cannot start {name} ({argv[0]!r}): {e}; is it installed, is its log writable?"
+                ) from e
+            raise
         finally:
             os.close(watched)
             os.close(tells)
-        child = cls(name, process, log, held)
+        child = cls(name, process, log, held, guarded=guarded)
         if ready_within is None:
             os.close(told)
             return child
@@ -129,22 +146,38 @@ class Child:
         return child
 
     async def _await_ready(self, fd: int, within: float) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
-        transport, _ = await loop.connect_read_pipe(
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
         )
+        line = asyncio.create_task(reader.readline())
+        ended = asyncio.create_task(self._process.wait())
         try:
-            async with asyncio.timeout(within):
-                line = await reader.readline()
-        except TimeoutError:
-            raise ProcessError(f"{self.name} was not ready in {within:g} s; {self.tail()}") from None
+            await asyncio.wait({line, ended}, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done() and not line.done():
+                await asyncio.wait({line}, timeout=1.0)  # the line may be on its way; a grandchild may hold the pipe
+            if line.done() and line.exception() is None and line.result():
+                return self._info(line.result())
+            if not ended.done() and line.done():  # the pipe was closed: the process is ending, or has lost it
+                await asyncio.wait({ended}, timeout=min(within, 5.0))
+            if ended.done():
+                raise ProcessError(
+                    f"{self.name} ended with exit code {ended.result()} before it was ready; {self.tail()}"
+                )
+            raise ProcessError(f"{self.name} was not ready in {within:g} s; {self.tail()}")
         finally:
+            line.cancel()
+            ended.cancel()
+            await asyncio.gather(line, ended, return_exceptions=True)
             transport.close()
-        if not line:
-            code = await self._process.wait()
-            raise ProcessError(f"{self.name} ended with exit code {code} before it was ready; {self.tail()}")
-        info: dict[str, Any] = json.loads(line)
+
+    def _info(self, line: bytes) -> dict[str, Any]:
+        try:
+            info = json.loads(line)
+        except ValueError:
+            info = None
+        if not isinstance(info, dict):
+            raise ProcessError(f"{self.name} announced {line[:200]!r}, not one line of JSON; {self.tail()}")
         return info
 
     @property
@@ -159,24 +192,38 @@ class Child:
 
     async def wait(self) -> int:
         """Wait for the end; returns the exit code (negative: the signal)."""
-        return await self._process.wait()
+        code = await self._process.wait()
+        self._let_go()
+        return code
 
     async def stop(self, grace: float = _GRACE) -> int:
-        """SIGTERM, then SIGKILL to the process group after `grace` seconds; returns the exit code."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            try:
-                async with asyncio.timeout(grace):
-                    await self._process.wait()
-            except TimeoutError:
+        """SIGTERM, then the hard end after `grace` seconds; returns the exit code. Idempotent.
+
+        The hard end is SIGKILL to the process group; a guarded child's guard is told to end the tree without grace.
+        """
+        try:
+            for end in self._ends(grace):
+                if self._process.returncode is not None:
+                    break
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                await self._process.wait()
+                    end.act()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(end.wait):
+                        await self._process.wait()
+            return await self._process.wait()
+        finally:
+            self._let_go()
+
+    def _ends(self, grace: float) -> list[_End]:
+        ends = [_End(self._process.terminate, grace)]
+        if self._guarded:
+            ends.append(_End(self._process.terminate, 10.0))
+        return [*ends, _End(lambda: os.killpg(self._process.pid, signal.SIGKILL), None)]
+
+    def _let_go(self) -> None:
         if self._parent_fd >= 0:
             os.close(self._parent_fd)
             self._parent_fd = -1
-        return await self._process.wait()
 
     def tail(self, lines: int = 12) -> str:
         """The last lines of the log, for an error message."""

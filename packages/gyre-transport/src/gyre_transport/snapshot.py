@@ -72,6 +72,7 @@ class SnapshotSource:
         self._head = allocate(8)
         self._region: Region | None = None
         self._version: int | None = None
+        self._closed = False
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
         """Copy `tensors` (name -> (dtype, shape, contiguous bytes-like or CPU tensor)) into the region.
@@ -80,6 +81,8 @@ class SnapshotSource:
         enough. Raises `ShapeMismatch` when a tensor is not what it says, or `DataError` when `version` does not
         increase or memory is short; the previous version then still stands.
         """
+        if self._closed:
+            raise DataError(f"the source of {self.model!r} is closed; make a new one")
         if self._version is not None and version <= self._version:
             raise DataError(f"{self.model!r}: version {version} after {self._version}; versions only increase")
         sources = {name: _checked(name, tensor) for name, tensor in tensors.items()}
@@ -126,6 +129,7 @@ class SnapshotSource:
 
     def close(self) -> None:
         """Revoke the current version and release the memory: readers get `StaleDescriptor`. Idempotent."""
+        self._closed = True
         self.manifest = None
         self._head.close()
         if self._region is not None:
@@ -183,7 +187,12 @@ def pull(manifest: Manifest, *, deadline: float, verify: bool = True, into: Any 
     for e in manifest.entries:
         if e.nbytes != nbytes(e.dtype, e.shape) or e.offset < 0 or e.offset + e.nbytes > manifest.nbytes:
             raise ShapeMismatch(f"the manifest of {manifest.model!r} contradicts itself at {e.name!r}: {e!r}")
-    local = view(np.empty(manifest.nbytes, np.uint8) if into is None else into, writable=True)
+    if not 0 <= manifest.nbytes <= manifest.descriptor.nbytes:
+        raise ShapeMismatch(
+            f"the manifest of {manifest.model!r} announces {manifest.nbytes:,} bytes in a region of "
+            f"{manifest.descriptor.nbytes:,}"
+        )
+    local = view(_fresh(manifest.nbytes) if into is None else into, writable=True)
     if local.nbytes < manifest.nbytes:
         raise ShapeMismatch(
             f"version {manifest.version} of {manifest.model!r} takes {manifest.nbytes:,} bytes, "
@@ -197,6 +206,15 @@ def pull(manifest: Manifest, *, deadline: float, verify: bool = True, into: Any 
     if verify:
         _verify(manifest, buffer, end)
     return Snapshot(manifest, buffer)
+
+
+def _fresh(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    try:
+        return np.empty(size, np.uint8)
+    except MemoryError as e:
+        raise DataError(
+            f"cannot allocate {size:,} bytes for a snapshot; free memory, or give `into` to use again"
+        ) from e
 
 
 def _moved_on(manifest: Manifest) -> StaleVersion | None:

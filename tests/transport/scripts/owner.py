@@ -1,0 +1,82 @@
+"""Owns memory and snapshots for tests, as told on stdin."""
+
+import ctypes
+import json
+import os
+import sys
+
+import msgspec
+import numpy as np
+
+from gyre_transport.memory import Region, allocate, register
+from gyre_transport.snapshot import SnapshotSource
+
+regions: list[Region] = []
+sources: dict[str, SnapshotSource] = {}
+
+
+def pattern(nbytes: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def tensors(seed: int, count: int, size: int) -> dict:
+    return {f"t{i}": ("F32", (size,), np.full(size, seed, np.float32)) for i in range(count)}
+
+
+def share(region: Region) -> dict:
+    regions.append(region)
+    return {"region": len(regions) - 1, "descriptor": msgspec.msgpack.encode(region.descriptor).hex()}
+
+
+def act(do: str, a: dict) -> object:
+    match do:
+        case "allocate":
+            region = allocate(a["nbytes"])
+            region.array()[:] = pattern(a["nbytes"], a["seed"])
+            return share(region)
+        case "register":
+            return share(register(pattern(a["nbytes"], a["seed"])))
+        case "register_floats":
+            return share(register(np.arange(a["count"], dtype=np.float32).reshape(-1, 2)))
+        case "close":
+            regions[a["region"]].close()
+            return None
+        case "publish":
+            source = sources.setdefault(a["model"], SnapshotSource(a["model"]))
+            manifest = source.publish(a["version"], tensors(a["version"], a["count"], a["size"]))
+            return msgspec.msgpack.encode(manifest).hex()
+        case "churn":
+            source = SnapshotSource(a["model"])
+            for version in range(a["versions"]):
+                manifest = source.publish(version, tensors(version, a["count"], a["size"]))
+                print(json.dumps(msgspec.msgpack.encode(manifest).hex()), flush=True)
+            sources[a["model"]] = source
+            return None
+        case "overwrite":
+            sources[a["model"]]._region.array()[a["offset"]] ^= 1
+            return None
+        case "close_source":
+            sources[a["model"]].close()
+            return None
+        case "undumpable":
+            return ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+        case "drop_privileges":
+            os.setgid(65534)
+            os.setuid(65534)
+            return None
+        case "read":
+            from gyre_transport.memory import Descriptor, read
+
+            descriptor = msgspec.msgpack.decode(bytes.fromhex(a["descriptor"]), type=Descriptor)
+            try:
+                read(descriptor, bytearray(descriptor.nbytes), deadline=10)
+            except Exception as e:
+                return [type(e).__name__, str(e)]
+            return None
+        case _:
+            raise ValueError(do)
+
+
+for line in sys.stdin:
+    arguments = json.loads(line)
+    print(json.dumps(act(arguments.pop("do"), arguments)), flush=True)
