@@ -1,0 +1,144 @@
+"""The quickstart's tasks: a right module scores 1, a half-right one 0.5, an empty one 0, whatever the code does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gyre_agent_proxy.runner.config import RunnerConfig
+from gyre_agent_proxy.runner.scoring import Scorer
+from gyre_agent_proxy.runner.tasks import Task, load_tasks
+from gyre_agent_proxy.runner.workspace import prepare, produced
+from gyre_traj.intake import Ending
+from gyre_transport.config import section
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+TASKS = {task.name: task for task in load_tasks(QUICKSTART / "tasks")}
+SOLUTIONS = {
+    "absolute": "return abs(n)",
+    "add": "return a + b",
+    "contains": "return item in items",
+    "count_vowels": "return sum(c in 'aeiou' for c in text)",
+    "count_words": "return len(text.split())",
+    "double": "return 2 * n",
+    "first": "return items[0]",
+    "is_even": "return n % 2 == 0",
+    "is_odd": "return n % 2 == 1",
+    "is_palindrome": "return text == text[::-1]",
+    "is_positive": "return n > 0",
+    "largest": "return max(items)",
+    "last": "return items[-1]",
+    "length": "return len(text)",
+    "mean": "return sum(items) / len(items)",
+    "multiply": "return a * b",
+    "reverse": "return text[::-1]",
+    "shout": "return text.upper()",
+    "smallest": "return min(items)",
+    "square": "return n * n",
+    "subtract": "return a - b",
+    "total": "return sum(items)",
+}
+Functions = list[tuple[str, str]]  # (module, signature), in the order of the spec
+
+
+def functions(task: Task) -> Functions:
+    """What the spec asks for."""
+    found, module = [], ""
+    for line in task.instruction.splitlines():
+        if line.startswith("## "):
+            module = line[3:]
+        elif signature := re.match(r"\d+\. `([^`]+)`: return ", line):
+            found.append((module, signature[1]))
+    return found
+
+
+def solve(workspace: Path, wanted: Functions) -> None:
+    for module, signature in wanted:
+        with (workspace / module).open("a") as f:
+            f.write(f"def {signature}:\n    {SOLUTIONS[signature.split('(')[0]]}\n\n")
+
+
+def public_check(workspace: Path) -> str:
+    """The last line the agent's own check prints."""
+    done = subprocess.run([sys.executable, "-I", "check.py"], cwd=workspace, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+def test_there_are_eight_and_two_have_two_modules() -> None:
+    assert len(TASKS) == 8
+    assert sorted(len(dict(functions(task))) for task in TASKS.values()) == [1] * 6 + [2] * 2
+    assert {len(functions(task)) for task in TASKS.values()} == {2}
+
+
+@pytest.mark.parametrize("name", TASKS)
+async def test_right_half_right_and_empty(tmp_path: Path, name: str) -> None:
+    task, wanted, scorer = TASKS[name], functions(TASKS[name]), Scorer(RunnerConfig(), tmp_path / "scoring")
+    modules = list(dict(wanted))
+    assert task.artifacts == tuple(modules)
+
+    async def score(solved: Functions) -> float | None:
+        workspace = tmp_path / "w"
+        prepare(task, workspace)
+        assert produced(task, workspace) == []
+        for module in modules:
+            (workspace / module).touch()
+        solve(workspace, solved)
+        outcome = await scorer.score(task, "e", workspace)
+        assert outcome.ending is Ending.SCORED
+        return outcome.score
+
+    assert await score(wanted) == 1.0
+    assert public_check(tmp_path / "w") == "passed 2 of 2"
+    assert await score(wanted[:1]) == 0.5
+    assert public_check(tmp_path / "w") == "passed 1 of 2"
+    assert await score([]) == 0.0
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_agent_sees_other_cases_than_the_verifier(name: str) -> None:
+    task = TASKS[name]
+    public, hidden = ((folder / "cases.json").read_text() for folder in (task.environment, task.tests))
+    assert not set(public.splitlines()[1:-1]) & set(hidden.splitlines()[1:-1])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "def {0}: return",
+        "def {1}:\n    while True: pass\n",
+        "def {1}:\n    return {1}\n",
+        "import os; os._exit(0)",
+        "raise SystemExit(0)",
+        "while True: pass",
+        "print('passed 8 of 8'); x = [0] * 10**12",
+        "def {1}:\n    return (i for i in 'generators are no JSON')\n",
+        "not python",
+    ],
+)
+async def test_code_that_loops_exits_or_breaks_costs_only_its_own_cases(tmp_path: Path, bad: str) -> None:
+    """The other module keeps its half; none of it is a failure of the evaluator."""
+    task = next(task for task in TASKS.values() if len(dict(functions(task))) == 2)
+    (good_module, good), (bad_module, signature) = functions(task)
+    workspace = tmp_path / "w"
+    prepare(task, workspace)
+    solve(workspace, [(good_module, good)])
+    (workspace / bad_module).write_text(bad.format("(", signature))
+    outcome = await Scorer(RunnerConfig(), tmp_path / "scoring").score(task, "e", workspace)
+    assert (outcome.ending, outcome.score) == (Ending.SCORED, 0.5)
+
+
+def test_the_run_file_names_what_is_there() -> None:
+    data = tomllib.loads((QUICKSTART / "run.toml").read_text())
+    runner = section(data, "runner", RunnerConfig)
+    assert (QUICKSTART / runner.tasks).is_dir()
+    assert runner.harness == ("{python}", "{folder}/harness.py")
+    assert (data["run"]["steps"], data["batch"], data["feed"]["j_max"]) == (
+        6,
+        {"groups": 4, "group_size": 8, "per_burst": 2},
+        3,
+    )
