@@ -140,6 +140,27 @@ def test_an_offer_the_core_could_not_read_reopens() -> None:
     assert leases.finished
 
 
+def test_a_repeated_collected_still_says_that_work_came_back() -> None:
+    leases = make(2)
+    pair = claim(leases, SAT)
+    complete(leases, SAT, pair)
+    leases.offer(SAT, (pair,), b"", 0.0)
+    complete(leases, CORE, claim(leases, CORE))
+    assert len(leases.collect(0.0)) == 1  # type: ignore[arg-type]
+    assert leases.join(OTHER, 0.0) is not None  # nothing is queued
+    assert isinstance(leases.collected((), (SAT,), 0.0), Reopened)
+    assert leases.join(OTHER, 0.0) is None
+    claim(leases, OTHER)  # the queue is empty again when the core repeats itself
+    assert isinstance(leases.collected((), (SAT,), 0.0), Reopened)
+
+
+def test_a_core_whose_claim_was_not_answered_is_sent_back_to_claim() -> None:
+    leases = make(1)
+    pair = claim(leases, CORE)  # the reply is lost, and the core collects
+    assert isinstance(leases.collect(0.0), Reopened)
+    assert claim(leases, CORE) == pair
+
+
 def test_the_core_answers_for_what_it_was_handed() -> None:
     leases = make(1)
     pair = claim(leases, SAT)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gyre_train.feed.buffer import Group
 from gyre_train.feed.config import FeedConfig
@@ -18,6 +23,7 @@ from gyre_traj.packing import Packed, Row
 from gyre_traj.records import Call, Header, Span, pack_ids, pack_logprobs
 
 SYSTEM, ASK = [1, 2, 3, 4], [5, 6]
+OUTPUT = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 
 
 def scored(score: float) -> Outcome:
@@ -199,3 +205,44 @@ def test_forests_compute_a_shared_prefix_once(tmp_path: Path) -> None:
     }
     assert tokens["rows"] == sum(e.tokens_total for e in prepared.executions)
     assert tokens["forests"] == sum(e.tokens_unique for e in prepared.executions)
+
+
+@given(
+    executions=st.lists(
+        st.tuples(
+            st.floats(0, 1), st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=5)
+        ),
+        min_size=2,
+        max_size=5,
+    ),
+    budget=st.integers(8, 64),
+    j_max=st.integers(1, 4),
+    layout=st.sampled_from(["rows", "forests"]),
+    counting=st.sampled_from(["once", "per_trajectory"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_equal_executions_however_the_batch_is_cut(
+    executions: list[tuple[float, list[list[int]]]],
+    budget: int,
+    j_max: int,
+    layout: Literal["rows", "forests"],
+    counting: Literal["once", "per_trajectory"],
+) -> None:
+    config = FeedConfig(j_max=j_max, counting=counting, skip_zero_advantage=False)
+    with tempfile.TemporaryDirectory() as folder:
+        members = {f"e{i}": (scored(score), outputs) for i, (score, outputs) in enumerate(executions)}
+        prepared, rows = prepare_group(group(Path(folder), members), config, seed=0)
+    packer = Packer(budget, layout)
+    steps = [s for i, r in enumerate(rows) for s in packer.push([r], last=i == len(rows) - 1)]
+    weight: Counter[str] = Counter()
+    advantages: dict[str, set[float]] = {}
+    for step in steps:
+        packed = msgspec.msgpack.decode(step.data, type=Packed)
+        arrays = packed.arrays()
+        assert (step.tokens, step.targets) == (len(arrays.ids), len(arrays.target))
+        for index, w, a in zip(arrays.execution, arrays.weight, arrays.advantage, strict=True):
+            weight[packed.executions[index]] += w
+            advantages.setdefault(packed.executions[index], set()).add(float(a))
+    assert weight == pytest.approx(dict.fromkeys(members, 1.0), abs=1e-5)
+    assert advantages == {e.execution: {float(np.float32(e.advantage))} for e in prepared.executions}
+    assert sum(s.targets for s in steps) == sum(e.targets for e in prepared.executions)

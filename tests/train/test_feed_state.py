@@ -279,6 +279,18 @@ def test_an_unknown_version_is_refused(feed: Feed) -> None:
     assert opened(feed, 6) == p.Opened(batch=6, version=6)
 
 
+def test_a_replay_skips_a_batch_that_made_no_step(feed: Feed) -> None:
+    for group in "ab":
+        submit(feed, group, (FAILED, FAILED))
+    for group in "cd":
+        submit(feed, group)
+    opened(feed, 0)
+    fill(feed)
+    finish(feed, close(0, 0))
+    assert train(feed, 1, version=0)["groups"] == ["c", "d"]
+    assert opened(feed, 0) == p.Opened(batch=1, version=0)
+
+
 def test_packing_for_a_batch_that_was_given_up_is_ignored(feed: Feed) -> None:
     for group in "abcd":
         submit(feed, group)
