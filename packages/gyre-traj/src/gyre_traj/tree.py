@@ -51,7 +51,7 @@ class Node:
         self.ids = ids  # [n]
         self.call = call  # whose output this is; None: context
         self.logprobs = logprobs  # [n], or [0] where not trainable
-        self.offset = offset  # of the first token in the call's output
+        self.offset = offset  # of the first token in the call's output; 0 for context
         self.children: dict[int, list[Node]] = {}  # by first id
 
     @property
@@ -348,7 +348,8 @@ def _split(node: Node, at: int) -> Node:
     assert node.parent is not None  # noqa: S101 - the root has no token to cut at
     group = node.parent.children[int(node.ids[0])]
     group[group.index(node)] = upper
-    node.parent, node.start, node.offset = upper, node.start + at, node.offset + at
+    node.parent, node.start = upper, node.start + at
+    node.offset += at if node.call else 0
     node.ids, node.logprobs = node.ids[at:], node.logprobs[at:]
     upper.children[int(node.ids[0])] = [node]
     return upper

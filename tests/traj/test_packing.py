@@ -1,0 +1,131 @@
+"""Packing: every target once, under the budget, in the documented layout."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from gyre_traj import Packed, Row, pack_forests, pack_rows
+from gyre_traj.errors import BadRow
+
+
+def row(ids: str, number: int = 0, execution: str = "e", weight: float = 0.5, advantage: float = 1.0) -> Row:
+    """A row from letters; capitals are targets, whose log-probability is minus their place."""
+    target = np.array([c.isupper() for c in ids])
+    return Row(
+        execution,
+        number,
+        np.array([ord(c.lower()) for c in ids], dtype=np.uint32),
+        target,
+        np.where(target, -np.arange(len(ids)), 0).astype(np.float32),
+        weight,
+        advantage,
+    )
+
+
+def letters(values: np.ndarray) -> str:
+    return "".join(map(chr, values))
+
+
+def test_the_layout_of_the_module_docstring() -> None:
+    (packed,) = pack_forests([row("abcDE", 0), row("abXY", 1)], 7)
+    arrays = packed.arrays()
+    assert letters(arrays.ids) == "abcdexy"
+    assert arrays.position.tolist() == [0, 1, 2, 3, 4, 2, 3]
+    assert arrays.end.tolist() == [7, 7, 5, 5, 5, 7, 7]
+    assert letters(arrays.target) == "dexy"
+    assert letters(arrays.ids[arrays.source]) == "cdbx"
+    assert arrays.source.tolist() == [2, 3, 1, 5]
+    assert arrays.logprob.tolist() == [-3, -4, -2, -3]
+    assert arrays.trajectory.tolist() == [0, 0, 1, 1]
+    assert packed.executions == ("e",)
+
+
+def test_rows_are_trees_without_branches() -> None:
+    (packed,) = pack_rows([row("aBC", 0, "e", 0.5, 1.0), row("aBxY", 1, "f", 0.25, -1.0)], 7)
+    arrays = packed.arrays()
+    assert letters(arrays.ids) == "abxyabc"
+    assert arrays.position.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert arrays.end.tolist() == [4, 4, 4, 4, 7, 7, 7]
+    assert arrays.source.tolist() == [0, 2, 4, 5]
+    assert arrays.weight.tolist() == [0.25, 0.25, 0.5, 0.5]
+    assert arrays.advantage.tolist() == [-1, -1, 1, 1]
+    assert [packed.executions[i] for i in arrays.execution] == ["f", "f", "e", "e"]
+
+
+def test_two_samples_of_the_same_ids_are_two_targets_of_one_token() -> None:
+    (packed,) = pack_forests([row("abC", 0), row("abC", 1)], 10)
+    arrays = packed.arrays()
+    assert letters(arrays.ids) == "abc"
+    assert arrays.source.tolist() == [1, 1]
+    assert arrays.trajectory.tolist() == [0, 1]
+
+
+def test_executions_do_not_share_prefixes() -> None:
+    (packed,) = pack_forests([row("abC", 0, "e"), row("abC", 1, "f")], 10)
+    assert packed.tokens == 6
+
+
+def test_tails_without_targets_are_dropped() -> None:
+    (packed,) = pack_rows([row("aBcde", 0), row("abc", 1)], 10)
+    assert letters(packed.arrays().ids) == "ab"
+
+
+def test_a_row_longer_than_the_budget_is_alone() -> None:
+    packs = pack_rows([row("abcdefG", 0), row("aB", 1), row("aC", 2)], 4)
+    assert [p.tokens for p in packs] == [7, 4]
+
+
+def test_a_tree_larger_than_the_budget_is_cut_between_rows() -> None:
+    rows = [row("prefixA", 0), row("prefixB", 1), row("prefixC", 2)]
+    packs = pack_forests(rows, 8)
+    assert [letters(p.arrays().ids) for p in packs] == ["prefixab", "prefixc"]
+    assert sorted(t for p in packs for t in p.arrays().trajectory.tolist()) == [0, 1, 2]
+
+
+def test_packs_are_as_few_as_first_fit_and_as_equal_as_they_come() -> None:
+    rows = [row("a" * (n - 1) + "B", i) for i, n in enumerate([50, 40, 30, 30, 20, 10])]
+    packs = pack_rows(rows, 120)
+    assert [p.tokens for p in packs] == [90, 90]
+
+
+def test_first_fit_decides_when_balancing_would_need_more() -> None:
+    rows = [row("a" * (n - 1) + "B", i) for i, n in enumerate([6, 5, 4, 3, 2])]
+    assert sorted(p.tokens for p in pack_rows(rows, 10)) == [10, 10]
+
+
+def test_packing_is_deterministic_and_travels() -> None:
+    rows = [row("aBcD" * (1 + i % 5), i, f"e{i % 3}") for i in range(40)]
+    packs = pack_forests(rows, 50)
+    assert packs == pack_forests(list(rows), 50)
+    assert [msgspec.msgpack.decode(msgspec.msgpack.encode(p), type=Packed) for p in packs] == packs
+
+
+def test_nothing_to_pack() -> None:
+    assert pack_rows([], 10) == []
+    assert pack_rows([row("abc", 0)], 10) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "budget", "message"),
+    [
+        ([row("Ab", 0)], 10, "first token"),
+        ([row("aB", 0), row("aC", 0)], 10, "unique"),
+        ([row("aB", 0, weight=float("nan"))], 10, "finite"),
+        ([row("aB", 0)], 0, "at least 1"),
+    ],
+)
+def test_bad_rows_are_refused(rows: list[Row], budget: int, message: str) -> None:
+    with pytest.raises(BadRow, match=message):
+        pack_rows(rows, budget)
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    good = row("aB", 0)
+    short = Row(good.execution, 0, good.ids, good.target[:1], good.logprobs, 1.0, 1.0)
+    with pytest.raises(BadRow, match="2 ids, 1 target flags"):
+        pack_rows([short], 10)
+    (packed,) = pack_rows([good], 10)
+    with pytest.raises(BadRow, match="'weight' has 0 bytes, expected 4"):
+        msgspec.structs.replace(packed, weight=b"").arrays()
