@@ -65,9 +65,7 @@ def ask_code(history: list[Message], request: str) -> str:
 def check() -> tuple[float, str, str]:
     """Run the public check; returns (fraction passed, file of the first failure, what it says)."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "check.py"], capture_output=True, text=True, timeout=CHECK_SECONDS
-        )
+        done = subprocess.run([sys.executable, "-I", "check.py"], capture_output=True, text=True, timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:
         return 0.0, "", "the check did not end"
     passed, total = map(int, re.findall(r"passed (\d+) of (\d+)", done.stdout)[-1])

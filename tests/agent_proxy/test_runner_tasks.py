@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from gyre_agent_proxy.runner import dispatch
+from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import TaskError
 from gyre_agent_proxy.runner.tasks import load_tasks
 from gyre_agent_proxy.runner.workspace import WorkspaceTooLarge, copy, prepare, produced
+from gyre_transport.config import section
+from gyre_transport.errors import ConfigError
 from gyre_transport.run import BatchConfig
 
 
@@ -129,3 +132,11 @@ def test_a_burst_covers_the_tasks_and_repeats_exactly() -> None:
 
 def test_listed_order() -> None:
     assert dispatch.order(["b", "a"], None) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("budget", 0.0), ("evaluators", 0), ("concurrency", -1), ("evaluator_timeout", float("nan"))]
+)
+def test_impossible_numbers_are_refused(key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"\[runner\].*{key} must be"):
+        section({"runner": {key: value}}, "runner", RunnerConfig)

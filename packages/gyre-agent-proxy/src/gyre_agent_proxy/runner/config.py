@@ -15,7 +15,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     tasks: str = "tasks"  # a folder of task folders
-    folder: str = ""
+    folder: str = ""  # of the config file
     harness: tuple[str, ...] = ()
     env: dict[str, str] = {}  # added to the harness's clean environment
     model: str = ""  # what harnesses call the policy; empty: [model] name
@@ -29,3 +29,14 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     workspace_limit_mb: int = 2048  # what a verifier's copy of a workspace may hold
     grant_within: float = 7200.0  # seconds to wait for a burst's grant
     fates_within: float = 3600.0  # seconds to wait, after the last submission, until every execution has its fate
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "evaluator_timeout", "grant_within", "fates_within"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+        for name in ("evaluator_attempts", "evaluator_memory_mb", "evaluators", "workspace_limit_mb"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
+        if self.concurrency < 0:
+            raise ValueError(f"concurrency must be at least 0 (0: what the scheduler grants), got {self.concurrency!r}")

@@ -23,6 +23,7 @@ from gyre_transport.run import BusConfig
 log = logging.getLogger(__name__)
 
 _DEADLINE = 10.0  # seconds for one try
+_CLOSE_DEADLINE = 60.0  # seconds for closing an execution: the proxy aborts its calls at the engines first
 _PAUSE = 0.5  # seconds before the next
 
 
@@ -41,7 +42,7 @@ class Peers:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Peers:
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_DEADLINE))
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_CLOSE_DEADLINE))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
