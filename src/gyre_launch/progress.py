@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from gyre_launch.summary import read_steps
 from gyre_launch.view import STEP_COLUMNS, View, cell_text, lines, switch_line
 from gyre_sched.protocol import Event, GetStatus, Publication, Reply
 from gyre_transport.bus import Client, Subscriber
@@ -85,9 +86,7 @@ class Progress:
                 await asyncio.sleep(_PERIOD)
 
     def _steps(self) -> None:
-        with contextlib.suppress(OSError):
-            text = (self._context.dir.metrics / "steps.jsonl").read_text()
-            self._view.steps = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        self._view.steps = read_steps(self._context.dir.metrics / "steps.jsonl")
         for step in self._view.steps[self._shown_steps :]:
             self.say(f"step {step.get('step')} done")
             table = Table(*(title for _, title in STEP_COLUMNS), box=None, pad_edge=False)

@@ -85,11 +85,17 @@ def write(summary: dict[str, Any], path: Path) -> None:
     partial.rename(path)
 
 
-def _steps(path: Path) -> list[dict[str, Any]]:
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The records of `metrics/steps.jsonl` in order of their steps; of a step that was replayed, the last."""
     if not path.is_file():
         return []
     records = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [{key: record.get(key) for key in _STEP_KEYS} for record in records]
+    latest = {record["step"]: record for record in records}
+    return [latest[step] for step in sorted(latest)]
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    return [{key: record.get(key) for key in _STEP_KEYS} for record in read_steps(path)]
 
 
 def _executions(path: Path) -> dict[str, Any]:
