@@ -7,8 +7,10 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.scoring import Scorer
@@ -16,6 +18,7 @@ from gyre_agent_proxy.runner.tasks import Task, load_tasks
 from gyre_agent_proxy.runner.workspace import prepare, produced
 from gyre_traj.intake import Ending
 from gyre_transport.config import section
+from gyre_transport.process import Child
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 TASKS = {task.name: task for task in load_tasks(QUICKSTART / "tasks")}
@@ -142,3 +145,93 @@ def test_the_run_file_names_what_is_there() -> None:
         {"groups": 4, "group_size": 8, "per_burst": 2},
         3,
     )
+
+
+RIGHT = "```python\ndef add(a, b):\n    return a + b\n\ndef is_even(n):\n    return n % 2 == 0"
+HALF = RIGHT.replace("a + b", "a - b")
+WRONG = "I would rather not."
+
+
+async def work(tmp_path: Path, answers: list[str | int]) -> tuple[int | None, list[tuple[str, list[Any]]], str, str]:
+    """Run the harness on a task against an endpoint that gives `answers` in turn (a number: that HTTP status).
+
+    Returns (exit code, [(role, messages)] as asked, the module it left, its log)."""
+    asked: list[tuple[str, list[Any]]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert request.headers["Authorization"] == "Bearer the-key"
+        asked.append((request.headers.get("x-gyre-role", "main"), body["messages"]))
+        given = answers[min(len(asked), len(answers)) - 1]
+        if isinstance(given, int):
+            return web.json_response({"error": {"message": "no engine"}}, status=given)
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": given}}
+        return web.json_response(
+            {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        )
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    server = web.AppRunner(app)
+    await server.setup()
+    await web.TCPSite(server, "127.0.0.1", 0).start()
+    workspace = tmp_path / "w"
+    prepare(TASKS["even"], workspace)
+    try:
+        child = await Child.start(
+            "harness",
+            [sys.executable, str(QUICKSTART / "harness.py")],
+            log=tmp_path / "log",
+            env={
+                "OPENAI_BASE_URL": f"http://127.0.0.1:{server.addresses[0][1]}/v1",
+                "OPENAI_API_KEY": "the-key",
+                "GYRE_INSTRUCTION": str(TASKS["even"].folder / "instruction.md"),
+            },
+            cwd=workspace,
+            ready_within=None,
+            guarded=True,
+        )
+        code = await child.wait()
+        await child.stop()
+    finally:
+        await server.cleanup()
+    module = workspace / "arithmetic.py"
+    return code, asked, module.read_text() if module.exists() else "", (tmp_path / "log").read_text()
+
+
+async def test_a_first_answer_that_passes_ends_it(tmp_path: Path) -> None:
+    code, asked, module, log = await work(tmp_path, [RIGHT])
+    assert (code, [role for role, _ in asked]) == (0, ["main"])
+    assert "return a + b" in module
+    assert "public check: 1.00" in log
+
+
+async def test_failures_make_a_tree(tmp_path: Path) -> None:
+    """The last answer is asked for after the first one, a sibling of the second, from which the summary goes on."""
+    code, asked, module, _ = await work(tmp_path, [WRONG, "no function", HALF, "adds wrongly", RIGHT])
+    assert code == 0
+    assert [role for role, _ in asked] == ["main", "sub-agent", "main", "main-summary", "main"]
+    first, review, second, summary, last = (messages for _, messages in asked)
+    answered = [*first, {"role": "assistant", "content": WRONG}]
+    assert second[:-1] == answered
+    assert summary[:-1] == [*second, {"role": "assistant", "content": HALF}]
+    assert last[:-1] == answered
+    assert review[0]["content"] != first[0]["content"]
+    assert "no function" in second[-1]["content"]
+    assert "adds wrongly" in last[-1]["content"]
+    assert "return a + b" in module
+
+
+async def test_the_best_version_stays(tmp_path: Path) -> None:
+    _, asked, module, log = await work(tmp_path, [HALF, "wrong", WRONG, "worse", WRONG])
+    assert len(asked) == 5
+    assert "return a - b" in module
+    assert "public check: 0.50" in log
+
+
+async def test_an_endpoint_that_fails_ends_the_harness(tmp_path: Path) -> None:
+    """Neither an endless retry nor a file that would be scored."""
+    code, asked, module, log = await work(tmp_path, [500])
+    assert (code, module) == (1, "")
+    assert len(asked) == 2
+    assert "no engine" in log
