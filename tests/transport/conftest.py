@@ -86,11 +86,11 @@ def script() -> Iterator[Callable[..., Script]]:
 
 
 @pytest.fixture
-def eventually() -> Callable[[Callable[[], bool]], None]:
+def eventually() -> Callable[..., None]:
     """Wait for what another process does on its own and says to nobody (its end, its last file closed)."""
 
-    def wait(condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + _WAIT
+    def wait(condition: Callable[[], bool], within: float = _WAIT) -> None:
+        end = time.monotonic() + within
         while not condition():
             assert time.monotonic() < end, "it did not happen"
             time.sleep(0.01)
@@ -122,7 +122,7 @@ def _warm() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_leak(_warm: None, eventually: Callable[[Callable[[], bool]], None]) -> Iterator[None]:
+def _no_leak(_warm: None, eventually: Callable[..., None]) -> Iterator[None]:
     """No test leaves an open file, or a file in /dev/shm, behind."""
     gc.collect()
     before, shared = _files(), set(os.listdir("/dev/shm"))
@@ -132,6 +132,6 @@ def _no_leak(_warm: None, eventually: Callable[[Callable[[], bool]], None]) -> I
         gc.collect()
         return _files() <= before  # ZeroMQ closes sockets on a thread of its own
 
-    eventually(clean)
+    eventually(clean, within=15.0)
     ours = {f for f in set(os.listdir("/dev/shm")) - shared if "gyre" in f}
     assert not ours

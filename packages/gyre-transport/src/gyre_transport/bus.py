@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _HIGH_WATER = 10_000
 _MAX_BYTES = 1 << 30
+_RELEASE = 2_000  # ms
 _OK, _ERROR, _HEARTBEAT = b"ok", b"error", b"\x00heartbeat"
 
 
@@ -64,6 +65,20 @@ def _bind(socket: zmq.Socket[Any], address: str) -> str:
             f"cannot listen on {address!r}: {e}; choose another address or stop the process that holds it"
         ) from e
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+async def _release(socket: zmq.asyncio.Socket, address: str) -> None:
+    """Close a bound socket; return when the address is free.
+
+    Closing alone goes on in ZeroMQ's thread, which removes an ipc path at some later moment: a successor's, perhaps.
+    """
+    try:
+        monitor = socket.get_monitor_socket(zmq.EVENT_CLOSED)
+        socket.unbind(address)
+        await monitor.poll(_RELEASE)
+    finally:
+        socket.disable_monitor()
+        socket.close()
 
 
 def _served(address: str) -> bool:
@@ -136,7 +151,8 @@ class Server:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._socket is not None:
-            self._socket.close()
+            await _release(self._socket, self.address)
+            self._socket = None
 
     async def __aenter__(self) -> Server:
         await self.start()
@@ -333,7 +349,7 @@ class Publisher:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self._socket is not None:
-            self._socket.close()
+            await _release(self._socket, self.address)
             self._socket = None
 
     async def __aenter__(self) -> Publisher:
