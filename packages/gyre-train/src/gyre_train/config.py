@@ -61,6 +61,20 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     correction: Literal["none", "tis", "icepop"] = "none"  # weights between trainer and engine probabilities
     correction_low: float = 0.5  # icepop drops tokens below
     correction_high: float = 2.0  # tis truncates at, icepop drops tokens above
+    kl_coef: float = 0.0  # times KL(pi, pi_old), estimated per token; needs feed.skip_zero_advantage = false
+
+    def __post_init__(self) -> None:
+        if self.clip_low < 0 or self.clip_high < 0:
+            raise ValueError(f"clip_low and clip_high must be >= 0, got {self.clip_low!r} and {self.clip_high!r}")
+        if self.dual_clip is not None and (self.kind != "ppo" or self.dual_clip <= 1):
+            raise ValueError(f"dual_clip is for kind 'ppo' and above 1, got {self.dual_clip!r} for {self.kind!r}")
+        if not 0 <= self.correction_low <= self.correction_high:
+            raise ValueError(
+                "expected 0 <= correction_low <= correction_high, "
+                f"got {self.correction_low!r} and {self.correction_high!r}"
+            )
+        if self.kl_coef < 0:
+            raise ValueError(f"kl_coef must be >= 0, got {self.kl_coef!r}")
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -140,9 +140,10 @@ def write_folder(source: str | Path, out: str | Path, tensors: Mapping[str, torc
     The folder is written beside `out`, synced and renamed; an `out` that exists is replaced. Raises `WeightsError`.
     """
     source, out = Path(source), Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    partial = None
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
         for file in sorted(source.iterdir()):
             if file.is_file() and not _holds_weights(file.name):
                 shutil.copyfile(file, partial / file.name)
@@ -155,10 +156,11 @@ def write_folder(source: str | Path, out: str | Path, tensors: Mapping[str, torc
         contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         save_file(contiguous, partial / "model.safetensors", metadata={"format": "pt"})
         publish(partial, out)
-    except OSError as e:
-        raise WeightsError(f"cannot write the model folder {str(out)!r}: {e}; is the disk full?") from e
+    except (OSError, SafetensorError) as e:
+        raise WeightsError(f"cannot write the model folder {str(out)!r}: {e}; make room, or name another place") from e
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
     return out
 
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -163,18 +161,27 @@ class Replica:
         with cpu.cuda_on_cpu():
             self._scale(1.0 / denominator)
             optimizer.prepare_grads()
-            norm = float(optimizer.get_grad_norm())
-            if not math.isfinite(norm):
-                raise NonFinite(
-                    f"the gradient norm of step {self.version} is {norm!r}; resume from the last checkpoint with a "
-                    "lower learning rate, or look for log-probabilities that are not finite"
-                )
-            if (clip := self.config.optimizer.clip_grad) and (ratio := clip / (norm + 1e-6)) < 1.0:
-                self._scale(ratio)
-            for group in optimizer.param_groups:
-                group["lr"] = self.learning_rate
-            optimizer.step_with_ready_grads()
+            try:
+                norm = self._update(optimizer)
+            finally:
+                # In fp32 the gradients Adam saw are the buffers themselves: left in place, the next backward pass would
+                # add to them first and then add the sum to itself.
+                optimizer.zero_grad()
         self.version += 1
+        return norm
+
+    def _update(self, optimizer: Any) -> float:
+        norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise NonFinite(
+                f"the gradient norm of step {self.version} is {norm!r}; resume from the last checkpoint with a lower "
+                "learning rate, or look for log-probabilities that are not finite"
+            )
+        if (clip := self.config.optimizer.clip_grad) and (ratio := clip / (norm + 1e-6)) < 1.0:
+            self._scale(ratio)
+        for group in optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        optimizer.step_with_ready_grads()
         return norm
 
     def _scale(self, factor: float) -> None:
@@ -245,13 +252,12 @@ def join_world(seed: int) -> None:
     """Make this process a torch.distributed world of one rank, with Megatron's groups. Idempotent."""
     if torch.distributed.is_initialized():
         return
-    with tempfile.TemporaryDirectory(prefix="gyre-world-") as folder:
-        torch.distributed.init_process_group(
-            "nccl" if cpu.available() else "gloo",
-            rank=0,
-            world_size=1,
-            store=torch.distributed.FileStore(os.path.join(folder, "store"), 1),
-        )
+    torch.distributed.init_process_group(
+        "nccl" if cpu.available() else "gloo",
+        rank=0,
+        world_size=1,
+        store=torch.distributed.HashStore(),  # within the process: no port, no file
+    )
     with cpu.cuda_on_cpu():
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

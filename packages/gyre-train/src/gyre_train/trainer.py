@@ -13,8 +13,10 @@ from typing import Any, NoReturn
 
 from gyre_train.config import ModelConfig, TrainConfig
 from gyre_train.errors import TrainError
+from gyre_train.feed.config import FeedConfig
+from gyre_traj.errors import TrajError
 from gyre_transport.config import section
-from gyre_transport.errors import TransportError
+from gyre_transport.errors import ConfigError, TransportError
 from gyre_transport.process import follow_parent, ready
 from gyre_transport.run import Context
 
@@ -31,7 +33,7 @@ def main(config: Path, cell: int) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         _run(Context(config), cell)
-    except (TrainError, TransportError) as e:
+    except (TrainError, TrajError, TransportError) as e:
         log.error("the trainer of cell %d ends: %s: %s", cell, type(e).__name__, e)
         return 1
     return 0
@@ -44,6 +46,9 @@ def _terminated(*_: object) -> NoReturn:
 def _run(context: Context, cell: int) -> None:
     train = section(context.data, "train", TrainConfig)
     model = section(context.data, "model", ModelConfig)
+
+    if train.loss.kl_coef and section(context.data, "feed", FeedConfig).skip_zero_advantage:
+        raise ConfigError("train.loss.kl_coef pulls on every target: set feed.skip_zero_advantage = false beside it")
 
     from gyre_train import architecture, protocol
     from gyre_train.links import Agent, LeaseKeeper, Link, Stopped
