@@ -94,6 +94,10 @@ class Cell:
         """Entering training failed too often: the cell stays in rollout."""
         return self.enter_failures >= config.attempts
 
+    def may_train(self, config: SchedConfig) -> bool:
+        """Its trainer is up and entering did not fail too often."""
+        return self.trainer_alive and not self.barred(config)
+
     def lost(self, config: SchedConfig) -> bool:
         """Returning to rollout failed too often: only a new agent brings the cell back."""
         return self.role is Role.FAILED and self.return_failures >= config.attempts

@@ -21,11 +21,12 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attempts: int = 3  # consecutive failures of one edge before the cell is no longer sent over it
     retry_delay: float = 1.0  # before the second attempt; doubles
     core_stays: bool = True  # the core may train on while a burst that fits the other cells is granted
+    stay_behind: int = 1  # batches of earlier bursts that may be untrained then; adds as much to the staleness
     refresh_in_rollout: bool = False  # refresh engines during a burst whenever a version is published
     trainer: tuple[str, ...] = ()  # command of a cell's trainer; empty: gyre-train's replica
 
     def __post_init__(self) -> None:
-        for name in ("cells", "capacity", "attempts"):
+        for name in ("cells", "capacity", "attempts", "stay_behind"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
         for field in msgspec.structs.fields(self):

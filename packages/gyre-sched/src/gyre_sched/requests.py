@@ -122,11 +122,11 @@ class Requests:
 
     def _published(self, m: p.Published, at: float) -> p.Reply:
         before = self._state.published
-        if before and m.version < before.version:
-            raise Refused(f"expected a version from {before.version} on, got {m.version!r}; versions never go back")
         self._state.published = m
-        if before is None or m.version != before.version:
+        if before is None or m.version > before.version:
             self._do.record("published", at, None, {"version": m.version, "bytes": len(m.manifest)})
+        elif m.version < before.version:  # the core was restored from an older checkpoint and replays from there
+            self._do.record("version_rewound", at, None, {"version": m.version, "before": before.version})
         return p.Ack()
 
     # --- agents -------------------------------------------------------------------------------------------------

@@ -22,15 +22,16 @@ def settled(state: State, at: float, config: SchedConfig) -> str | None:
         return None
     if backlog.version > state.version:
         return None  # trained, but the weights it made are not published yet
-    quiet = at - state.quiet_since >= config.settle_timeout
-    if not backlog.batches_ready and backlog.open_batch is None:
+    if backlog.batches_ready or backlog.micro_steps_left:
+        return None
+    if backlog.open_batch is None:
         if not state.granted:
             return "nothing dispatched"
         if backlog.batches_closed >= state.due:
             return "every batch closed"
         if backlog.executions_trained + backlog.executions_excluded >= state.fates_due:
             return "every execution trained or excluded"
-    if state.granted and quiet and not backlog.micro_steps_left:
+    if state.granted and at - state.quiet_since >= config.settle_timeout:
         return f"the feed was quiet for {config.settle_timeout:g} s"
     return None
 
@@ -55,13 +56,13 @@ def next_to_train(state: State, at: float, config: SchedConfig) -> Cell | None:
     if core.role is Role.ROLLOUT:
         cell = core
     elif core.role is Role.TRAINING:
-        able = [i for i in state.by_role[Role.ROLLOUT] if not state.cells[i].barred(config)]
+        able = [i for i in state.by_role[Role.ROLLOUT] if state.cells[i].may_train(config)]
         if not able:
             return None
         cell = state.cells[min(able)]
     else:
         return None
-    if cell.pending or cell.barred(config) or not water_allows(state, cell) or not has_data(state, cell):
+    if cell.pending or not cell.may_train(config) or not water_allows(state, cell) or not has_data(state, cell):
         return None
     if settled(state, at, config) or core_stays(state, at, config):
         return None
@@ -70,11 +71,13 @@ def next_to_train(state: State, at: float, config: SchedConfig) -> Cell | None:
 
 def core_stays(state: State, at: float, config: SchedConfig) -> bool:
     """After a burst the core trains on only if another batch is ready and the capacity of the other cells covers the
-    executions about to be dispatched."""
+    executions about to be dispatched. At most `stay_behind` batches may be untrained: it bounds the staleness."""
     wanted, backlog = state.wanted, state.backlog
     if not config.core_stays or state.water or wanted is None or at - wanted.at > _FRESH or backlog is None:
         return False
     if state.core.role is not Role.TRAINING or not backlog.batches_ready:
+        return False
+    if state.due - backlog.batches_closed > config.stay_behind:
         return False
     others = state.having(Role.ROLLOUT, Role.TRAINING, Role.LEAVING, Role.REFRESHING)
     return wanted.executions <= sum(c.capacity for c in others if c.index)

@@ -1,0 +1,130 @@
+"""Whole runs of the policy in a simulated world: what must hold at every step is checked by the world itself."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gyre_sched.protocol import Role
+
+_EXAMPLES = int(os.environ.get("GYRE_SOAK_EXAMPLES", "60"))
+_CHECKS = settings(
+    max_examples=_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def _finished(w):
+    state = w.policy.state
+    backlog = state.backlog
+    assert w.closed == w.steps, f"{w.roles} w={state.water} {backlog} {[r for r in w.records[-40:] if r.kind != 'backlog']}"
+    assert w.bursts == w.steps // w.per_burst
+    assert len(w.kinds("burst_ended")) == w.bursts
+    assert len(w.kinds("burst_settled")) == w.bursts - len(w.kinds("core_stays"))
+    assert state.count.dispatched == state.count.terminated
+    assert not w.refused
+
+
+shapes = st.fixed_dictionaries(
+    {
+        "cells": st.integers(1, 5),
+        "groups": st.integers(1, 4),
+        "group_size": st.integers(1, 6),
+        "per_burst": st.integers(1, 3),
+        "seed": st.integers(0, 2**32),
+        "proxies": st.integers(1, 3),
+        "long": st.sampled_from([0.0, 1.0, 100.0, 500.0]),
+        "slow": st.sampled_from([0.0, 2.0, 20.0]),
+    }
+)
+
+
+@_CHECKS
+@given(shape=shapes, bursts=st.integers(1, 3), capacity=st.integers(1, 40), stays=st.booleans(), early=st.booleans())
+def test_every_burst_ends_and_the_next_is_granted(world, shape, bursts, capacity, stays, early):
+    limits = {"capacity": capacity, "core_stays": stays, "refresh_in_rollout": early}
+    w = world(**shape, steps=bursts * shape["per_burst"], settings=limits).run()
+    _finished(w)
+    assert not w.kinds("enter_failed")
+    assert not w.kinds("return_failed")
+    assert not w.kinds("halted")
+    assert all(role is Role.ROLLOUT for role in w.roles.values())
+
+
+faults = st.lists(
+    st.tuples(
+        st.floats(0, 1000),
+        st.sampled_from(["engine", "trainer", "agent", "silent", "call", "hang", "deaf"]),
+        st.integers(0, 4),
+    ),
+    max_size=8,
+).map(tuple)
+
+
+@_CHECKS
+@given(shape=shapes, bursts=st.integers(1, 2), faults=faults, stays=st.booleans())
+def test_failures_that_heal_never_break_a_rule_nor_end_the_run(world, shape, bursts, faults, stays):
+    limits = {"attempts": 50, "capacity": 8, "core_stays": stays}
+    w = world(**shape, steps=bursts * shape["per_burst"], faults=faults, settings=limits).run()
+    _finished(w)
+
+
+@pytest.mark.parametrize("cell", [1, 2])
+def test_a_run_goes_on_without_a_satellite_that_never_comes_back(world, cell):
+    w = world(cells=3, faults=((60.0, "dead", cell),), long=300.0).run()
+    _finished(w)
+    assert w.roles[cell] is Role.FAILED
+    assert w.kinds("lease_expired")
+
+
+def test_a_feed_that_does_not_count_ready_batches_is_enough(world):
+    for seed in range(20):
+        _finished(world(seed=seed, reports_ready=False).run())
+
+
+def test_a_burst_over_before_any_cell_moved_is_trained_by_all_cells_in_order(world):
+    w = world(cells=3, long=0.0, slow=0.1, groups=4, steps=2, seed=1).run()
+    _finished(w)
+    first = [r.cell for r in w.kinds("transfer")]
+    assert first[0] == 0
+    assert first == sorted(first)
+    assert all(r.numbers["w"] == 0 for r in w.kinds("transfer"))
+
+
+def test_a_proxy_that_never_acks_is_gone_after_the_deadline(world):
+    w = world(faults=((0.0, "deaf", 0),), proxies=2, long=50.0).run()
+    _finished(w)
+    gone = w.kinds("proxy_gone")
+    assert gone
+    assert {r.numbers["proxy"] for r in gone} == {"proxy-0"}
+    assert all(r.numbers["seconds"] >= w.config.drain_timeout for r in gone)
+
+
+def test_a_satellite_that_never_enters_stays_in_rollout_and_a_core_halts_the_run(world):
+    w = world(cells=2, long=20.0, settings={"attempts": 2})
+    w.failing[1] = 0
+    carry, w._carry_out = w._carry_out, None
+
+    def refuse_training(call):
+        if call.cell == 1 and type(call.request).__name__ == "EnterTraining":
+            w.failing[1] = 1
+        carry(call)
+
+    w._carry_out = refuse_training
+    _finished(w.run())
+    assert len(w.kinds("enter_failed")) in (0, 1, 2)
+
+    w = world(cells=2, long=20.0, settings={"attempts": 2})
+    carry_core = w._carry_out
+
+    def refuse_core(call):
+        if call.cell == 0 and type(call.request).__name__ == "EnterTraining":
+            w.failing[0] = 1
+        carry_core(call)
+
+    w._carry_out = refuse_core
+    w.run(limit=5000.0)
+    assert len(w.kinds("enter_failed")) == 2
+    assert [r.cell for r in w.kinds("barred")] == [0]
+    assert w.policy.state.halted
+    assert "trainer" in w.policy.state.halted
