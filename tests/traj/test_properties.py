@@ -25,7 +25,7 @@ from gyre_traj import (
 )
 
 ROLES = ("main", "main-summary", "sub-agent", "title")
-few = settings(max_examples=100, deadline=None)
+few = settings(max_examples=200, deadline=None)
 ids = st.lists(st.integers(1, 3), max_size=4)  # few ids: prompts and outputs often agree by chance
 
 

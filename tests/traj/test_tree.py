@@ -123,9 +123,13 @@ def test_the_newest_of_equal_outputs_is_continued_unless_a_parent_is_named(story
     story.call("b", "sys task", "same")
     story.call("c", "sys task same result", "x")
     story.call("d", "result", "y", parent="a")
-    tree = story.tree()
-    above = {name: [n.call.call for n in tree.end(name).path() if n.call] for name in "cd"}
-    assert above == {"c": ["b", "c"], "d": ["a", "d"]}
+    a, b, c, d = story.calls
+    for order in ((a, b, c, d), (b, a, d, c)):
+        tree = Tree("e")
+        for call in order:
+            tree.add(call)
+        above = {name: [n.call.call for n in tree.end(name).path() if n.call] for name in "cd"}
+        assert above == {"c": ["b", "c"], "d": ["a", "d"]}
 
 
 def test_the_longest_match_wins_over_the_newest(story) -> None:
@@ -143,6 +147,21 @@ def test_a_late_call_takes_the_place_it_would_have_had(story) -> None:
     for call in (b, a):
         tree.add(call)
     assert story.paths(tree) == ["sys task [think edit] result [done]"]
+
+
+@pytest.mark.parametrize("output", ["z", ""])
+def test_a_late_call_settles_which_of_two_equal_outputs_was_repeated(story, output: str) -> None:
+    """d could repeat a or b. c shows that a was gone on with: d shares that, whether c is read before it or after."""
+    story.call("a", "sys task", "same")
+    story.call("b", "sys task", "same")
+    story.call("c", "result", output, parent="a")
+    story.call("d", "sys task same result more", "w")
+    a, b, c, d = story.calls
+    for order in ((a, b, c, d), (a, b, d, c), (b, a, d, c)):
+        tree = Tree("e")
+        for call in order:
+            tree.add(call)
+        assert [n.call.call for n in tree.end("d").path() if n.call] == ["a", "d"]
 
 
 def test_undelivered_calls_are_marked_and_stay(story) -> None:

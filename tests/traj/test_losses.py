@@ -1,0 +1,284 @@
+"""Losses against verl 0.9.1 and TRL 1.16.0, value and gradient; and the same loss however a batch is cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gyre_traj import Row, pack_forests, pack_rows, target_weights
+from gyre_traj.errors import BadChoice, BadRow
+from gyre_traj.torch import LossConfig, correction_weights, dense_mask, loss_sum, policy_loss
+
+CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "losses.json").read_text())["cases"]
+VERL_PPO = LossConfig(dual_clip=3.0)
+TRL_PPO = LossConfig()
+WIDTH = 9.0  # padded length of the oracle's rows: the constant of Dr. GRPO
+
+
+class Case:
+    """One oracle case, flat: its rows' real tokens one after another."""
+
+    def __init__(self, case: dict) -> None:
+        self.case = case
+        self.lengths = case["lengths"]
+        self.mask = np.arange(int(WIDTH)) < np.array(self.lengths)[:, None]
+        self.rows = torch.tensor(np.repeat(np.arange(len(self.lengths)), self.lengths))
+        self.advantage = torch.tensor(case["grpo_advantage"], dtype=torch.float64)[self.rows]
+
+    def flat(self, values: list) -> torch.Tensor:
+        return torch.tensor(np.array(values)[self.mask], dtype=torch.float64)
+
+    def loss(self, config: LossConfig, weights: np.ndarray, units: float) -> tuple[float, torch.Tensor]:
+        logprob = self.flat(self.case["logprob"]).requires_grad_()
+        old = self.flat(self.case["old_logprob"])
+        losses, _ = policy_loss(config, logprob, old, self.advantage, self.rows)
+        loss = (losses * torch.tensor(weights)).sum() / units
+        loss.backward()
+        assert logprob.grad is not None
+        return loss.item(), logprob.grad
+
+    def aggregated(self, config: LossConfig, aggregation: str) -> tuple[float, torch.Tensor]:
+        weights, units = target_weights(self.lengths, aggregation, norm=WIDTH)
+        return self.loss(config, weights[self.rows], units)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"seed{case['seed']}")
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+def agrees(case: Case, got: tuple[float, torch.Tensor], expected: dict) -> None:
+    assert got[0] == pytest.approx(expected["loss"], abs=1e-6)
+    torch.testing.assert_close(got[1], case.flat(expected["grad"]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_aggregations_agree_with_verl(case: Case, aggregation: str) -> None:
+    agrees(case, case.aggregated(VERL_PPO, aggregation), case.case["aggregate"][aggregation])
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [("vanilla", VERL_PPO), ("gspo", LossConfig(kind="gspo")), ("cispo", LossConfig(kind="cispo"))]
+)
+def test_policy_losses_agree_with_verl(case: Case, name: str, config: LossConfig) -> None:
+    expected = case.case["policy"][name]
+    agrees(case, case.aggregated(config, expected["aggregate"]), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "aggregation"),
+    [
+        ("grpo", TRL_PPO, "seq-mean-token-mean"),
+        ("bnpo", TRL_PPO, "token-mean"),
+        ("dapo", TRL_PPO, "token-mean"),
+        ("dr_grpo", TRL_PPO, "seq-mean-token-sum-norm"),
+        ("grpo_sequence", LossConfig(kind="gspo"), "seq-mean-token-mean"),
+    ],
+)
+def test_losses_agree_with_trl(case: Case, name: str, config: LossConfig, aggregation: str) -> None:
+    assert case.aggregated(config, aggregation)[0] == pytest.approx(case.case["trl"][name], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("tis_2.0", LossConfig(correction="tis", correction_high=2.0)),
+        ("icepop_0.5_2.0", LossConfig(correction="icepop", correction_low=0.5, correction_high=2.0)),
+    ],
+)
+def test_corrections_agree_with_verl(case: Case, name: str, config: LossConfig) -> None:
+    got = correction_weights(config, case.flat(case.case["old_logprob"]), case.flat(case.case["behaviour_logprob"]))
+    torch.testing.assert_close(got, case.flat(case.case["correction"][name]), atol=1e-6, rtol=0)
+
+
+def two_level(case: Case) -> tuple[np.ndarray, int]:
+    """Weight of each row's targets, and the number of executions."""
+    execution = np.array(case.case["two_level"]["execution"])
+    weights = np.zeros(len(execution))
+    for e in set(execution.tolist()):
+        weights[execution == e] = target_weights(np.array(case.lengths)[execution == e])[0]
+    return weights, len(set(execution.tolist()))
+
+
+def test_two_level_mean_agrees(case: Case) -> None:
+    weights, executions = two_level(case)
+    agrees(case, case.loss(TRL_PPO, weights[case.rows], executions), case.case["two_level"])
+
+
+# --- the streaming form -------------------------------------------------------------------------------------------
+
+
+def oracle_rows(case: Case) -> list[Row]:
+    """The oracle's rows as rows to pack; ids are unique, so that log-probabilities can be looked up by them."""
+    weights, _ = two_level(case)
+    rows = []
+    for i, n in enumerate(case.lengths):
+        ids = np.array([9999, *range(100 * i, 100 * i + n)], dtype=np.uint32)
+        old = np.array([0.0, *case.case["old_logprob"][i][:n]], dtype=np.float32)
+        execution = f"e{case.case['two_level']['execution'][i]}"
+        rows.append(Row(execution, i, ids, ids != 9999, old, float(weights[i]), case.case["grpo_advantage"][i]))
+    return rows
+
+
+@pytest.mark.parametrize("budget", [1, 7, 12, 1000])
+@pytest.mark.parametrize("pack", [pack_rows, pack_forests])
+def test_the_sum_over_micro_steps_is_the_batch_loss(case: Case, budget: int, pack) -> None:
+    """Per-micro-batch means would depend on the partition; sums of w · ℓ do not."""
+    expected = case.case["two_level"]
+    logprob = torch.tensor(case.case["logprob"], dtype=torch.float64, requires_grad=True)
+    total, targets = 0.0, 0.0
+    for packed in pack(oracle_rows(case), budget):
+        target = packed.arrays().target.astype("int64")
+        got = loss_sum(TRL_PPO, packed, logprob[target // 100, target % 100])
+        (got.loss / 4).backward()
+        total += got.loss.item() / 4
+        targets += got.metrics["targets"]
+    assert targets == sum(case.lengths)
+    assert logprob.grad is not None
+    agrees(case, (total, logprob.grad[case.mask]), expected)
+
+
+def test_metrics_are_sums_over_targets(case: Case) -> None:
+    (packed,) = pack_rows(oracle_rows(case), 1000)
+    target = packed.arrays().target.astype("int64")
+
+    def pick(key: str) -> torch.Tensor:
+        return torch.tensor(case.case[key], dtype=torch.float64)[target // 100, target % 100]
+
+    new, old = pick("logprob"), pick("old_logprob")
+    metrics = loss_sum(TRL_PPO, packed, new).metrics
+    assert metrics["mismatch"] == pytest.approx((new - old).abs().sum().item(), abs=1e-5)
+    assert metrics["mismatch_max"] == pytest.approx((new - old).abs().max().item(), abs=1e-5)
+    assert metrics["kl"] == pytest.approx(((old - new).exp() - (old - new) - 1).sum().item(), abs=1e-5)
+    assert metrics["weight"] == pytest.approx(4.0)
+    ratio, advantage = (new - old).exp(), torch.tensor(case.case["grpo_advantage"])[target // 100]
+    out = ((ratio > 1.28) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))
+    assert metrics["clipped"] == out.sum().item()
+    dropped = loss_sum(LossConfig(correction="icepop", correction_high=1.1), packed, new, new + 1.0).metrics
+    assert dropped["corrected"] == ((new + 1 - old).exp() > 1.1).sum() + ((new + 1 - old).exp() < 0.5).sum()
+
+
+def test_behaviour_is_not_old_when_old_was_recomputed(case: Case) -> None:
+    """Decoupled: the ratio is against the recomputed policy, the correction against the engine's."""
+    (packed,) = pack_rows(oracle_rows(case), 1000)
+    target = packed.arrays().target.astype("int64")
+    behaviour = torch.tensor(case.case["old_logprob"])[target // 100, target % 100]
+    old = behaviour + 0.3
+    got = loss_sum(LossConfig(correction="tis", correction_high=1.2), packed, old.clone(), old)
+    arrays = packed.arrays()
+    expected = -(arrays.weight * arrays.advantage).sum() * 1.2  # ratio 1 everywhere, weight e^0.3 truncated to 1.2
+    assert got.loss.item() == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize(("ratio", "loss"), [(5.0, 3.0), (2.0, 2.0), (0.5, 0.8)])
+def test_dual_clip_bounds_the_loss_of_bad_actions(ratio: float, loss: float) -> None:
+    one = torch.tensor([0.0], dtype=torch.float64)
+    got, clipped = policy_loss(VERL_PPO, one + np.log(ratio), one, one - 1, torch.tensor([0]))
+    assert got.item() == pytest.approx(loss)
+    assert clipped.item() is (ratio != 2.0)
+
+
+def test_far_ratios_stay_finite() -> None:
+    zero = torch.zeros(1, requires_grad=True)
+    for kind in ("ppo", "gspo", "cispo"):
+        config = LossConfig(kind=kind, kl_coef=0.1)
+        losses, _ = policy_loss(config, zero, zero.detach() - 1e4, torch.ones(1), torch.tensor([0]))
+        losses.sum().backward()
+        assert torch.isfinite(losses).all()
+    assert zero.grad is not None
+    assert torch.isfinite(zero.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "reinforce"}, "unknown loss kind"),
+        ({"correction": "is"}, "unknown correction"),
+        ({"clip_low": -0.1}, "negative"),
+        ({"dual_clip": 0.5}, "above 1"),
+        ({"kind": "cispo", "dual_clip": 3.0}, "for kind 'ppo'"),
+        ({"correction_low": 3.0}, "correction_low <= correction_high"),
+    ],
+)
+def test_bad_configs_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(BadChoice, match=message):
+        LossConfig(**changes)
+
+
+def test_shapes_are_checked(case: Case) -> None:
+    (packed,) = pack_rows(oracle_rows(case), 1000)
+    with pytest.raises(BadRow, match=r"shape \(29,\)"):
+        loss_sum(TRL_PPO, packed, torch.zeros(28))
+
+
+# --- the layout in a transformer ----------------------------------------------------------------------------------
+
+
+class Tiny(torch.nn.Module):
+    """Two layers of attention under any mask, positions given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.token = torch.nn.Embedding(8, 16, dtype=torch.float64)
+        self.place = torch.nn.Embedding(16, 16, dtype=torch.float64)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 64, dtype=torch.float64) for _ in range(2))
+        self.head = torch.nn.Linear(16, 8, dtype=torch.float64)
+
+    def forward(self, ids: torch.Tensor, position: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.token(ids) + self.place(position)
+        for layer in self.layers:
+            q, k, v, up = layer(x).chunk(4, -1)
+            score = (q @ k.T / 4).masked_fill(~mask, float("-inf"))
+            x = x + score.softmax(-1) @ v + torch.tanh(up)
+        return self.head(x).log_softmax(-1)
+
+
+def tree_rows() -> list[Row]:
+    generator = np.random.default_rng(0)
+    trunk = generator.integers(0, 8, 6)
+    rows = []
+    for number, (shared, n) in enumerate([(6, 12), (6, 9), (4, 10), (2, 7), (0, 8), (6, 12)]):
+        ids = np.concatenate([trunk[:shared], generator.integers(0, 8, n - shared)]).astype(np.uint32)
+        target = generator.random(n) < 0.6
+        target[0], target[-1] = False, True
+        rows.append(Row(f"e{number // 5}", number, ids, target, -generator.random(n).astype(np.float32), 0.1, 1.0))
+    return rows
+
+
+def batch_gradient(packs: list) -> tuple[float, list[torch.Tensor], int]:
+    model = Tiny()
+    total, tokens = 0.0, 0
+    for packed in packs:
+        a = packed.arrays()
+        out = model(torch.from_numpy(a.ids.astype("int64")), torch.from_numpy(a.position.copy()), dense_mask(packed))
+        got = loss_sum(LossConfig(), packed, out[a.source.astype("int64"), a.target.astype("int64")])
+        got.loss.backward()
+        total, tokens = total + got.loss.item(), tokens + packed.tokens
+    return total, [p.grad for p in model.parameters() if p.grad is not None], tokens
+
+
+@pytest.mark.parametrize("budget", [16, 30, 1000])
+def test_forests_compute_what_rows_compute_with_fewer_tokens(budget: int) -> None:
+    rows = tree_rows()
+    loss, gradients, tokens = batch_gradient([p for row in rows for p in pack_rows([row], 100)])
+    assert tokens == sum(len(row.ids) for row in rows)
+    for pack in (pack_rows, pack_forests):
+        packed_loss, packed_gradients, packed_tokens = batch_gradient(pack(rows, budget))
+        assert packed_loss == pytest.approx(loss, abs=1e-10)
+        torch.testing.assert_close(packed_gradients, gradients, atol=1e-10, rtol=0)
+        assert packed_tokens < tokens if pack is pack_forests else packed_tokens == tokens
+
+
+def test_dense_mask_is_the_definition() -> None:
+    for packed in pack_forests(tree_rows(), 40):
+        end = packed.arrays().end
+        n = packed.tokens
+        expected = [[j <= i < end[j] for j in range(n)] for i in range(n)]
+        assert dense_mask(packed).tolist() == expected
