@@ -1,4 +1,4 @@
-"""Parts of the proxy's tests: a small ChatML model folder, scripted engines that speak SGLang's API, a running proxy."""
+"""Parts of the proxy's tests: a small ChatML model, scripted engines that speak SGLang's API, a running proxy."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+
 from gyre_agent_proxy.config import ModelConfig, ProxyConfig
 from gyre_agent_proxy.render import Renderer, load_renderer
 from gyre_agent_proxy.serve import Proxy, proxy
@@ -39,7 +40,8 @@ THINKING = """\
 {%- if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}
 {{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}
 {{- m.content }}
-{%- for call in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}{% endfor %}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}{% endfor %}
 {{- '<|im_end|>\\n' }}
 {%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
 {%- if loop.first and tools %}{% for t in tools %}{{ '\\n' + (t | tojson) }}{% endfor %}{% endif %}

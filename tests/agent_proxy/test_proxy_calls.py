@@ -7,6 +7,7 @@ import json
 import numpy as np
 import openai
 import pytest
+
 from gyre_traj.log import read_log
 from gyre_traj.records import unpack_ids, unpack_logprobs
 
@@ -71,11 +72,18 @@ async def test_tool_calls(bench, stream):
         messages = [SYSTEM, {"role": "user", "content": "hi"}]
         text, calls, finish = await answer(api, messages, stream=stream, tools=[BASH])
         assert (text, finish) == ("I look.", "tool_calls")
-        assert [(n, json.loads(a)) for _, n, a in calls] == [("bash", {"command": "echo hi"}), ("bash", {"command": "ls"})]
+        assert [(n, json.loads(a)) for _, n, a in calls] == [
+            ("bash", {"command": "echo hi"}),
+            ("bash", {"command": "ls"}),
+        ]
         assert len({i for i, *_ in calls}) == 2
         # The harness re-serialises the arguments and turns null content into "".
         replayed = [
-            {"id": i, "type": "function", "function": {"name": n, "arguments": json.dumps(json.loads(a), separators=(",", ":"))}}
+            {
+                "id": i,
+                "type": "function",
+                "function": {"name": n, "arguments": json.dumps(json.loads(a), separators=(",", ":"))},
+            }
             for i, n, a in calls
         ]
         messages += [{"role": "assistant", "content": text, "tool_calls": replayed}]

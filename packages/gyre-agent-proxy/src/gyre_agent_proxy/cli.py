@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     serve.add_argument("--port", type=int, default=8100, help="0 takes a free one (default: %(default)s)")
     serve.add_argument("--calls", type=Path, default=Path("calls"), metavar="FOLDER", help="where call logs go")
     serve.add_argument("--template", default="auto", help="auto, chatml, or a name of the renderers package")
+    serve.add_argument("--context", type=int, default=0, help="tokens an engine takes (default: what the model says)")
     serve.add_argument("--secret", type=Path, help="file that signs API keys; without it every key is an execution")
     runner = commands.add_parser("runner", help="run executions and score them")
     runner.add_argument("--config", type=Path, required=True, help="the run's resolved config")
@@ -73,7 +74,9 @@ async def _alone(args: argparse.Namespace) -> None:
     from gyre_agent_proxy.keys import load_secret
     from gyre_agent_proxy.serve import proxy, until_stopped
 
-    config = ProxyConfig(host=args.host, port=args.port, template=args.template, engines=tuple(args.engine))
+    config = ProxyConfig(
+        host=args.host, port=args.port, template=args.template, engines=tuple(args.engine), context=args.context
+    )
     model = ModelConfig(path=str(args.model), name=args.name or args.model.resolve().name)
     secret = load_secret(args.secret) if args.secret is not None else None
     async with proxy(config, model, calls=args.calls, secret=secret) as running:

@@ -15,7 +15,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     template: str = "auto"  # auto | chatml | a name the `renderers` package knows
     roles: str = "default"  # a role table (TOML), or the one that ships with the package
     engines: tuple[str, ...] = ()  # URLs, for use without a scheduler
-    default_max_tokens: int = 4096  # for requests that name none
+    context: int = 0  # prompt + output tokens an engine takes; 0: engine.context_length, else what the model says
+    default_max_tokens: int = 4096  # for requests that name none; any limit is cut to what the context leaves
     temperature: float = 1.0  # for requests that name none
     top_p: float = 1.0  # for requests that name none
     keepalive: float = 10.0  # between comments on a stream that waits
@@ -35,6 +36,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("keepalive", "route_wait", "connect_timeout", "silence", "abort_wait", "backoff"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)!r}")
+        if self.context < 0:
+            raise ValueError(f"context must not be negative, got {self.context!r}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be between 0 and 65535, got {self.port!r}")
 

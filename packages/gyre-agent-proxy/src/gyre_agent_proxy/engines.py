@@ -101,7 +101,8 @@ class Pool:
             load = len(state.executions) / max(1, state.route.capacity)
             full = len(state.executions) >= state.route.capacity
             lasting = -float(state.route.lasting)
-            return (full, load, lasting, state.route.name) if own is None else (full, lasting, load, state.route.name)
+            by_load = own is None or full
+            return (full, load, lasting, state.route.name) if by_load else (full, lasting, load, state.route.name)
 
         return min(usable, key=rank, default=None)
 

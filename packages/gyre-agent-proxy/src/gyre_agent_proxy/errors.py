@@ -28,6 +28,12 @@ class RenderError(BadRequest):
     """The model's chat template refuses the conversation."""
 
 
+class TooLong(BadRequest):
+    """The prompt leaves no room in the engines' context."""
+
+    code = "context_length_exceeded"
+
+
 class EngineRefused(BadRequest):
     """The engine refused the request (for example: longer than its context)."""
 

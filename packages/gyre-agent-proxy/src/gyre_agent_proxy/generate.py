@@ -357,6 +357,10 @@ def sampling_params(sampling: Sampling, max_new_tokens: int, stop_ids: tuple[int
         "max_new_tokens": max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        # Neutral, so that no default of the model's folder changes the distribution that is recorded.
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
     }

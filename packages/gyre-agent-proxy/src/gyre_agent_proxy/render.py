@@ -163,6 +163,13 @@ def load_renderer(path: str | Path, kind: str = "auto", name: str = "") -> Rende
     return TemplateRenderer(vocabulary, Template(source, variables), stop_ids)
 
 
+def context_of(path: Path) -> int:
+    """Tokens the model in folder `path` was made for, 0 where it does not say. Raises `ModelError`."""
+    config = read_json(path / "config.json")
+    found = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    return found if isinstance(found, int) else 0
+
+
 def _stop_ids(path: Path, vocabulary: Vocabulary) -> list[int]:
     """Ids at which the model's folder says generation ends."""
     found: list[int] = []

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from gyre_agent_proxy.config import ModelConfig, ProxyConfig
@@ -22,7 +23,7 @@ from gyre_agent_proxy.keys import load_secret
 from gyre_agent_proxy.link import Link, static_routes
 from gyre_agent_proxy.metrics import Metrics
 from gyre_agent_proxy.recorder import Recorder
-from gyre_agent_proxy.render import load_renderer
+from gyre_agent_proxy.render import context_of, load_renderer
 from gyre_agent_proxy.roles import Roles
 from gyre_agent_proxy.server import Server
 from gyre_agent_proxy.service import Service
@@ -58,6 +59,8 @@ async def proxy(
     bus: where the scheduler is; None uses `config.engines`. Raises `ModelError`, `RoleTableError`, `ListenError`.
     """
     renderer = load_renderer(model.path, config.template, model.name)
+    if not config.context:
+        config = msgspec.structs.replace(config, context=context_of(Path(model.path)))
     roles = Roles.load(config.roles)
     pool = Pool(backoff=config.backoff, backoff_limit=config.backoff_limit)
     pool.update(0, static_routes(config.engines))
@@ -98,6 +101,9 @@ async def serve(context: Context) -> None:
     config = section(context.data, "proxy", ProxyConfig)
     model = section(context.data, "model", ModelConfig)
     bus = None if config.engines else context.bus
+    if not config.context:
+        engine = context.data.get("engine", {})
+        config = msgspec.structs.replace(config, context=int(engine.get("context_length") or 0))
     async with proxy(
         config,
         model,

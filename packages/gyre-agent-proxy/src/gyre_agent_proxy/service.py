@@ -16,7 +16,7 @@ import numpy as np
 
 from gyre_agent_proxy.attempt import Attempt
 from gyre_agent_proxy.conversation import Conversation, Message, Reply, Request, Sampling, ToolCall, digest
-from gyre_agent_proxy.errors import EngineError, ExecutionEnded, ProxyError, TooBusy
+from gyre_agent_proxy.errors import EngineError, ExecutionEnded, ProxyError, TooBusy, TooLong
 from gyre_agent_proxy.generate import Engines, Generation, Output, sampling_params
 from gyre_agent_proxy.history import History, Node, Plan
 from gyre_agent_proxy.recorder import Recorder
@@ -78,6 +78,7 @@ class Service:
         if self._open >= self._engines.config.queue:
             raise TooBusy(f"{self._open} calls are open, the most proxy.queue allows; ask again later")
         plan = execution.history.plan(request.conversation)
+        request = self._fit(request, len(plan.prompt))
         role, known = self._roles.role(headers, request.conversation)
         self._count(plan, request, known)
         attempt = Attempt(_call_id(), request, role, int(time.time()), self._engines.config.disconnect_grace)
@@ -152,6 +153,18 @@ class Service:
                 for name, s in pool.engines.items()
             },
         }
+
+    def _fit(self, request: Request, prompt: int) -> Request:
+        """Cut the token limit to what the context leaves. Raises `TooLong`."""
+        context = self._engines.config.context
+        if not context:
+            return request
+        if prompt >= context:
+            raise TooLong(
+                f"the prompt has {prompt} tokens, the engines' context takes {context}; shorten it", "messages"
+            )
+        limit = min(request.sampling.max_tokens, context - prompt)
+        return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=limit))
 
     def _execution(self, name: str) -> Execution:
         if name in self._ended:

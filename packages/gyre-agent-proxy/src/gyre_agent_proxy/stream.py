@@ -51,6 +51,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.count = 0  # output tokens so far
+        self._versions: list[tuple[str, int, int]] = []
 
     def read(self, event: dict[str, Any]) -> Piece:
         """Return what `event` adds. Raises `StreamError`."""
@@ -78,19 +79,25 @@ class Reader:
                 if [e[1] for e in got] != new:
                     raise StreamError("the engine's log-probabilities belong to other tokens than its output_ids")
                 logprobs = [float(e[0]) for e in got]
+        self._note_versions(meta, self.count, total)
         self.count = total
         finish = meta.get("finish_reason")
-        spans = meta.get("weight_versions") or []
-        versions = [(str(s.get("version")), int(s.get("start", 0)), int(s.get("end", total))) for s in spans]
-        if not versions and meta.get("weight_version") is not None:
-            versions = [(str(meta["weight_version"]), 0, total)]
         return Piece(
             ids=new,
             logprobs=logprobs,
             finish=finish if isinstance(finish, dict) else None,
-            versions=versions,
+            versions=list(self._versions),
             cached=int(meta.get("cached_tokens") or 0),
         )
+
+    def _note_versions(self, meta: dict[str, Any], before: int, total: int) -> None:
+        """Which weights sampled which tokens: the engine's spans (it sends them at the end), until then its label."""
+        if spans := meta.get("weight_versions"):
+            self._versions = [(str(s.get("version")), int(s.get("start", 0)), int(s.get("end", total))) for s in spans]
+        elif total > before and (label := meta.get("weight_version")) is not None:
+            if self._versions and self._versions[-1][0] == str(label):
+                before = self._versions.pop()[1]
+            self._versions.append((str(label), before, total))
 
 
 def _new(values: list[Any], seen: int, fresh: int) -> list[Any] | None:
