@@ -28,7 +28,15 @@ def decoded(answer: str) -> Manifest:
 
 
 @pytest.fixture
-def core(script):
+def core(owner):
+    """A living publisher; the test's model is its own."""
+    yield owner
+    owner.ask("forget", model="policy")
+
+
+@pytest.fixture
+def doomed(script):
+    """A publisher that the test may kill."""
     return script("owner.py")
 
 
@@ -185,16 +193,16 @@ def test_a_closed_source_is_stale_for_good(core):
         pull(manifest, deadline=10)
 
 
-def test_a_killed_publisher(core):
-    manifest = publish(core, 1)
-    core.kill()
+def test_a_killed_publisher(doomed):
+    manifest = publish(doomed, 1)
+    doomed.kill()
     with pytest.raises(StaleDescriptor, match="ended"):
         pull(manifest, deadline=10)
 
 
-def test_a_publisher_killed_during_the_read(core, monkeypatch):
-    manifest = publish(core, 1)
-    hook_read(monkeypatch, core.kill, after=1)
+def test_a_publisher_killed_during_the_read(doomed, monkeypatch):
+    manifest = publish(doomed, 1)
+    hook_read(monkeypatch, doomed.kill, after=1)
     with pytest.raises(StaleDescriptor, match="ended"):
         pull(manifest, deadline=10)
 
@@ -241,6 +249,7 @@ def test_a_buffer_is_used_again(core):
     for wrong in (bytearray(other.nbytes - 1), bytes(other.nbytes), buffer[::2]):
         with pytest.raises(ShapeMismatch):
             pull(other, deadline=10, into=wrong)
+    core.ask("forget", model="other")
 
 
 def test_the_region_is_used_again_when_it_is_large_enough():

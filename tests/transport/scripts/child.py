@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -14,10 +15,8 @@ if how == "early":
     sys.exit(3)
 follow_parent(grace=0.2 if how == "deaf" else 20.0)
 if how == "orphaning":  # a grandchild holds the pipe; this process ends without a word
-    if os.fork() == 0:
-        ready_fd = int(os.environ["GYRE_READY_FD"])
-        os.set_inheritable(ready_fd, True)
-        os.execv("/bin/sh", ["/bin/sh", "-c", f"echo {os.getpid()}; sleep 600"])  # noqa: S606
+    holder = subprocess.Popen(["/bin/sleep", "600"], pass_fds=[int(os.environ["GYRE_READY_FD"])])
+    print(holder.pid, flush=True)
     sys.exit(4)
 stop = threading.Event()
 signal.signal(signal.SIGTERM, signal.SIG_IGN if how == "deaf" else lambda *_: stop.set())

@@ -58,6 +58,9 @@ def act(do: str, a: dict) -> object:
         case "close_source":
             sources[a["model"]].close()
             return None
+        case "forget":
+            sources.pop(a["model"]).close()
+            return None
         case "undumpable":
             return ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
         case "drop_privileges":
