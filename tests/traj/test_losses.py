@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gyre_traj import Row, pack_forests, pack_rows, target_weights
+from gyre_traj import Row, pack_forests, pack_rows, select, target_weights, weigh
 from gyre_traj.errors import BadChoice, BadRow
 from gyre_traj.torch import LossConfig, correction_weights, dense_mask, loss_sum, policy_loss
 
@@ -215,6 +215,24 @@ def test_shapes_are_checked(case: Case) -> None:
     (packed,) = pack_rows(oracle_rows(case), 1000)
     with pytest.raises(BadRow, match=r"shape \(29,\)"):
         loss_sum(TRL_PPO, packed, torch.zeros(28))
+
+
+@pytest.mark.parametrize("pack", [pack_rows, pack_forests])
+@pytest.mark.parametrize("budget", [60, 10_000])
+def test_unequal_rows_from_calls_to_loss(new_story, pack, budget: int) -> None:
+    """The published case, the whole way: A sampled 50 + 100 tokens, B three times 30, C 40; each loss is 1."""
+    rows: list[Row] = []
+    for name, sizes in (("A", [50, 100]), ("B", [30, 30, 30]), ("C", [40])):
+        story = new_story(name)
+        for i, size in enumerate(sizes):
+            story.call(f"{name}{i}", "shared prompt", " ".join(f"{name}{i}-{j}" for j in range(size)))
+        selection = select(story.tree(), None, seed=0)
+        rows += weigh(selection, advantage=-1.0, first_trajectory=len(rows)).rows
+    packs = pack(rows, budget)
+    assert sum(p.targets for p in packs) == 280
+    same = [torch.from_numpy(p.arrays().logprob.copy()) for p in packs]  # ratio 1, so ℓ = -A = 1
+    total = sum(loss_sum(TRL_PPO, p, logprob).loss.item() for p, logprob in zip(packs, same, strict=True))
+    assert total / 3 == pytest.approx(1.0, abs=1e-6)
 
 
 # --- the layout in a transformer ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -51,3 +52,17 @@ def test_every_public_name_is_there() -> None:
 def test_no_module_is_long() -> None:
     for path in (PACKAGE / "src").rglob("*.py"):
         assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_the_readme_runs_as_written(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (PACKAGE / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    for block in blocks:
+        run = subprocess.run(
+            [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert run.returncode == 0, run.stderr
+    for command in ("inspect", "check"):
+        subprocess.run(
+            [sys.executable, "-m", "gyre_traj.cli", command, "run-1.gtraj"], cwd=tmp_path, check=True, timeout=60
+        )

@@ -49,8 +49,17 @@ class PackedArrays(NamedTuple):
     trajectory: NDArray[np.uint32]  # [m] unique number in the batch
 
 
-_DTYPES = PackedArrays("<u4", "<i4", "<i4", "<u4", "<u4", "<f4", "<f4", "<f4", "<u4", "<u4")  # type: ignore[arg-type]
-_TOKEN_FIELDS = ("ids", "position", "end")
+_TOKENS = {"ids": "<u4", "position": "<i4", "end": "<i4"}  # [n]
+_TARGETS = {
+    "source": "<u4",
+    "target": "<u4",
+    "weight": "<f4",
+    "advantage": "<f4",
+    "logprob": "<f4",
+    "execution": "<u4",
+    "trajectory": "<u4",
+}  # [m]
+_FIELDS = _TOKENS | _TARGETS
 
 
 class Packed(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,14 +89,11 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
 
     def arrays(self) -> PackedArrays:
         """Views of the arrays. Raises `BadRow` when they do not fit together."""
-        for name in PackedArrays._fields:
-            size = 4 * (self.tokens if name in _TOKEN_FIELDS else self.targets)
+        for name in _FIELDS:
+            size = 4 * (self.tokens if name in _TOKENS else self.targets)
             if len(getattr(self, name)) != size:
                 raise BadRow(f"packed field {name!r} has {len(getattr(self, name))} bytes, expected {size}; resend it")
-        return PackedArrays._make(
-            np.frombuffer(getattr(self, name), dtype=dtype)
-            for name, dtype in zip(PackedArrays._fields, _DTYPES, strict=True)
-        )
+        return PackedArrays(**{name: np.frombuffer(getattr(self, name), dtype) for name, dtype in _FIELDS.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,11 +201,11 @@ def _pack(pieces: list[_Piece], budget: int) -> list[Packed]:
 
 
 def _place(pieces: list[_Piece], budget: int, bins: list[list[_Piece]]) -> list[list[_Piece]]:
-    """Put each piece where it fits: the first bin of those grown on demand, or the emptiest of those given."""
+    """Put each piece into the emptiest of the bins given, or without any into the first it fits; add bins as needed."""
     balance = bool(bins)
     loads = [0] * len(bins)
     for piece in pieces:
-        order = sorted(range(len(bins)), key=loads.__getitem__) if balance else range(len(bins))
+        order = [min(range(len(bins)), key=loads.__getitem__)] if balance else range(len(bins))
         at = next((i for i in order if not loads[i] or loads[i] + piece.tokens <= budget), len(bins))
         if at == len(bins):
             bins.append([])
@@ -210,7 +216,7 @@ def _place(pieces: list[_Piece], budget: int, bins: list[list[_Piece]]) -> list[
 
 
 def _lay_out(pieces: Iterable[_Piece]) -> Packed:
-    fields: dict[str, list[NDArray[Any]]] = {name: [] for name in PackedArrays._fields}
+    fields: dict[str, list[NDArray[Any]]] = {name: [] for name in _FIELDS}
     executions: dict[str, int] = {}
     offset = 0
     for piece in pieces:
@@ -240,8 +246,5 @@ def _lay_out(pieces: Iterable[_Piece]) -> Packed:
         end[path[:before]] = laid
         fields["end"].append(end + offset)
         offset += piece.tokens
-    packed = {
-        name: np.concatenate(fields[name]).astype(dtype).tobytes()
-        for name, dtype in zip(PackedArrays._fields, _DTYPES, strict=True)
-    }
+    packed = {name: np.concatenate(fields[name]).astype(dtype).tobytes() for name, dtype in _FIELDS.items()}
     return Packed(**packed, executions=tuple(executions))

@@ -181,7 +181,13 @@ def _line(run: list[Node]) -> str:
     names = ", ".join(calls) if len(calls) <= 3 else f"{calls[0]} … {calls[-1]}"
     tokens, trainable = sum(len(node.ids) for node in run), sum(node.trainable for node in run)
     turns = f"{len(calls)} turn{'s' if len(calls) != 1 else ''}" if calls else "context"
-    parts = (turns, names, "/".join(roles), f"{tokens:,} tokens", f"{trainable:,} trainable" if trainable else "")
+    parts = (
+        turns,
+        names,
+        "/".join(roles),
+        f"{tokens:,} token{'s' if tokens != 1 else ''}",
+        f"{trainable:,} trainable" if trainable else "",
+    )
     return " · ".join(part for part in parts if part)
 
 
