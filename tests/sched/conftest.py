@@ -72,7 +72,7 @@ class World:
         self.refused: list[str] = []
         self.routes = p.Routes(epoch=0, engines=())
         self.agents = [Agent(i) for i in range(self.cells)]
-        self.roles = {i: Role.STARTING for i in range(self.cells)}
+        self.roles = dict.fromkeys(range(self.cells), Role.STARTING)
         self.dispatched = self.terminated = 0  # as told to the policy
         self.version = 0
         self.open: int | None = None
@@ -300,7 +300,7 @@ class World:
             if i not in self.deaf:
                 ack = p.Drained(proxy=f"proxy-{i}", engine=engine, epoch=routes.epoch, moved=1)
                 for _ in range(self.random.choice((1, 1, 2))):
-                    self.later(self.some(self.slow), lambda: self.send(ack))
+                    self.later(self.some(self.slow), lambda ack=ack: self.send(ack))
 
     # --- the runner
 

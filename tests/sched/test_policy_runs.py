@@ -17,7 +17,9 @@ _CHECKS = settings(
 def _finished(w):
     state = w.policy.state
     backlog = state.backlog
-    assert w.closed == w.steps, f"{w.roles} w={state.water} {backlog} {[r for r in w.records[-40:] if r.kind != 'backlog']}"
+    assert w.closed == w.steps, (
+        f"{w.roles} w={state.water} {backlog} {[r for r in w.records[-40:] if r.kind != 'backlog']}"
+    )
     assert w.bursts == w.steps // w.per_burst
     assert len(w.kinds("burst_ended")) == w.bursts
     assert len(w.kinds("burst_settled")) == w.bursts - len(w.kinds("core_stays"))

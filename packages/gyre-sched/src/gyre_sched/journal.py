@@ -9,8 +9,11 @@ a crash of the machine loses at most the last second.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
+import threading
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -131,6 +134,7 @@ class Journal:
         self._size = before.size
         self._next = self.last.seq + 1 if self.last else 0
         self._synced = True
+        self._syncing = threading.Lock()
         if self.torn:
             self._file.truncate(before.size)
 
@@ -143,7 +147,8 @@ class Journal:
             if written != len(line):
                 raise OSError(None, f"{written} of {len(line)} bytes were written")
         except OSError as e:
-            self._file.truncate(self._size)
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)
             raise JournalError(f"cannot write the journal {str(self.path)!r}: {e.strerror}; is the disk full?") from e
         self._size += len(line)
         self._next += 1
@@ -151,17 +156,22 @@ class Journal:
         return event
 
     def sync(self) -> None:
-        """Force what was written to the disk. Raises `JournalError`."""
-        if self._synced:
-            return
-        self._synced = True
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as e:
-            raise JournalError(f"cannot sync the journal {str(self.path)!r}: {e.strerror}") from e
+        """Force what was written to the disk; may be called from any thread. Raises `JournalError`."""
+        with self._syncing:
+            if self._synced or self._file.closed:
+                return
+            self._synced = True
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as e:
+                if e.errno == errno.EINVAL:
+                    return  # a special file that has no disk to be forced to
+                raise JournalError(f"cannot sync the journal {str(self.path)!r}: {e.strerror}") from e
 
     def close(self) -> None:
-        """Sync and close."""
-        if not self._file.closed:
+        """Sync and close, after a sync that another thread is in: the lock on the file ends here."""
+        try:
             self.sync()
-            self._file.close()
+        finally:
+            with self._syncing:
+                self._file.close()

@@ -57,6 +57,7 @@ class Service:
         self._agents: dict[str, Client] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._outbox: asyncio.Queue[p.Publication] = asyncio.Queue(_OUTBOX)
+        self._closed = False
         self._loops: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -84,6 +85,9 @@ class Service:
 
     async def close(self) -> None:
         """Stop answering, drop calls in flight and close the journal. Agents and proxies are left as they are."""
+        if self._closed:
+            return
+        self._closed = True
         await self._server.close()
         tasks = [*self._loops, *self._calls]
         for task in tasks:
