@@ -226,7 +226,8 @@ def test_no_provable_extension_is_a_counted_fork(renderers):
 def test_a_refused_request_changes_nothing(renderers):
     template = (
         "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
-        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     teller = Teller(renderers(template))
     teller.ask("a", user("q"))
