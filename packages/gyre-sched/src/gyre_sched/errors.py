@@ -15,3 +15,39 @@ class Refused(SchedError):
 
 class JournalError(SchedError):
     """The journal cannot be opened, written or trusted."""
+
+
+class EngineError(SchedError):
+    """Base of what goes wrong with one engine; the message names the engine."""
+
+
+class EngineStartError(EngineError):
+    """An engine could not be started or never became healthy."""
+
+
+class EngineUnreachable(EngineError):
+    """An engine's HTTP server cannot be reached, or it broke the connection."""
+
+
+class EngineTimeout(EngineError):
+    """An engine did not answer before the deadline; it may still carry the request out."""
+
+
+class EngineRefused(EngineError):
+    """An engine answered with an error."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RefreshError(EngineError):
+    """An engine cannot be given the weights it was meant to serve; it still serves the ones it had."""
+
+
+class WeightsUnknown(EngineError):
+    """An update of an engine's weights failed half-way: it must not serve again before it was restarted."""
+
+
+class TrainerError(SchedError):
+    """A trainer did not become what it was ordered to be, or ended for good."""

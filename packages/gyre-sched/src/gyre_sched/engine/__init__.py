@@ -1,0 +1,1 @@
+"""One SGLang engine: how it is configured, launched, controlled and given new weights."""

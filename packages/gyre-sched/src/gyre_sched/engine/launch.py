@@ -1,0 +1,104 @@
+"""The command line and environment of an engine process; where it runs decides most of both.
+
+CUDA      sglang.launch_server with its memory saver: releasing gives weights and KV pool back to the device.
+no CUDA   `cpu/serve.py`, which is the same server with stand-ins for the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from gyre_sched.engine.config import EngineConfig
+from gyre_sched.errors import EngineStartError
+
+_CPU = Path(__file__).parent / "cpu"
+
+
+def has_cuda() -> bool:
+    """Whether a CUDA driver with a device answers here. Asks the driver itself: torch is not imported."""
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int(0)
+        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    return False
+
+
+def uses_cuda(config: EngineConfig) -> bool:
+    """Whether this engine runs on a GPU: what the config says, else what is found."""
+    return has_cuda() if config.device == "auto" else config.device == "cuda"
+
+
+def command(
+    config: EngineConfig, model: Path, port: int, *, cuda: bool, environ: Mapping[str, str] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Return (argv, whole environment) of an engine that serves the Hugging Face folder `model` as version 0.
+
+    environ: what the environment is derived from (default: this process's).
+    """
+    argv = [sys.executable, *(["-m", "sglang.launch_server"] if cuda else [str(_CPU / "serve.py")])]
+    argv += ["--model-path", str(model), "--host", config.host, "--port", str(port)]
+    argv += ["--weight-version", "0", "--dtype", config.dtype, "--max-running-requests", str(config.max_running)]
+    argv += ["--skip-server-warmup", "--log-level", config.log_level, "--log-level-http", "warning"]
+    if config.context_length:
+        argv += ["--context-length", str(config.context_length)]
+    if config.max_tokens:
+        argv += ["--max-total-tokens", str(config.max_tokens)]
+    if cuda:
+        # The backup brings weights back on resume, whether or not newer ones follow.
+        argv += ["--enable-memory-saver", "--enable-weights-cpu-backup", "--tp-size", str(config.tensor_parallel)]
+        if config.mem_fraction:
+            argv += ["--mem-fraction-static", str(config.mem_fraction)]
+    else:
+        argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        argv += ["--disable-overlap-schedule"]
+        argv += ["--enable-memory-saver"]  # answered by cpu/torch_memory_saver
+        argv += ["--sleep-on-idle"]  # an idle scheduler would keep a core busy
+    return [*argv, *config.args], _environment(config, cuda, os.environ if environ is None else environ)
+
+
+def _environment(config: EngineConfig, cuda: bool, environ: Mapping[str, str]) -> dict[str, str]:
+    env = dict(environ)
+    env |= {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # A generation a health check would disturb the measure of idleness, and find released memory.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "OMP_NUM_THREADS": str(config.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin stall everyone where cores are shared
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not cuda:
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_CPU), environ.get("PYTHONPATH", "")]))
+    return env
+
+
+def check(config: EngineConfig, model: Path) -> None:
+    """Raise `EngineStartError` for what would make the engine fail slowly and obscurely."""
+    if find_spec("sglang") is None:
+        raise EngineStartError("SGLang is not installed; install gyre-sched with its extra: gyre-sched[engine]")
+    if not (model / "config.json").is_file():
+        raise EngineStartError(f"the engine's model {str(model)!r} is not a Hugging Face folder: no config.json in it")
+    if not uses_cuda(config) and not config.max_tokens:
+        raise EngineStartError("engine.max_tokens is 0, which needs a GPU; give the KV pool's size in tokens")
+
+
+def choose_port(config: EngineConfig) -> int:
+    """The configured port, or a free one. Raises `EngineStartError` when it is taken."""
+    with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a closed one may linger
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as e:
+            raise EngineStartError(
+                f"the engine cannot listen on {config.host}:{config.port}: {e.strerror}; stop what holds the port, or "
+                "set engine.port = 0 for a free one"
+            ) from e
+        return int(probe.getsockname()[1])

@@ -1,0 +1,134 @@
+"""New weights for an engine: a snapshot's manifest in, a version served out.
+
+    manifest ──pull──▶ memory ──write──▶ a folder in a memory file system ──▶ paused engine loads it ──▶ version checked
+               (the engine generates on)                                      (requests stay open)
+
+The folder looks like the model's own, with other tensors, and is removed in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from gyre_sched.engine.client import EngineClient
+from gyre_sched.errors import EngineError, RefreshError, WeightsUnknown
+from gyre_transport.errors import TransportError
+from gyre_transport.snapshot import Manifest, pull
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_ROOM = 1.1  # free space needed, relative to the snapshot
+
+
+def decode(manifest: bytes, version: int) -> Manifest:
+    """The manifest of `version`. Raises `RefreshError` if it is another's, or no manifest."""
+    if not manifest:
+        raise RefreshError(f"version {version} was asked for without a manifest; the core must publish it first")
+    try:
+        decoded = msgspec.msgpack.decode(manifest, type=Manifest)
+    except msgspec.DecodeError as e:
+        raise RefreshError(f"the manifest of version {version} does not decode: {e}; is the core another Gyre?") from e
+    if decoded.version != version:
+        raise RefreshError(f"expected the manifest of version {version}, got that of version {decoded.version}")
+    return decoded
+
+
+def shapes(model: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in a Hugging Face folder, from the headers of its .safetensors files.
+
+    Raises `RefreshError`.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(model.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        except (OSError, ValueError) as e:
+            raise RefreshError(f"cannot read the tensors of {str(path)!r}: {e}; is the model folder whole?") from e
+        found |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
+    return found
+
+
+def check(manifest: Manifest, expected: dict[str, tuple[int, ...]]) -> None:
+    """Raise `RefreshError` unless the snapshot has every tensor of the model.
+
+    SGLang keeps the old values of a tensor that a folder lacks, which would be a mix of versions, and cannot undo a
+    load that stops half-way.
+    """
+    given = {e.name: e.shape for e in manifest.entries}
+    for name, shape in expected.items():
+        if given.get(name) != shape:
+            came = f"shape {given[name]}" if name in given else "no such tensor"
+            raise RefreshError(
+                f"version {manifest.version} of {manifest.model!r} has another {name!r} than the model folder: "
+                f"expected shape {shape}, got {came}; do trainer and engine start from the same model?"
+            )
+
+
+def scratch_folder(configured: str, nbytes: int) -> Path:
+    """Where to write `nbytes`: the configured folder, else a memory file system with room, else the temporary folder.
+
+    Raises `RefreshError` when there is no room.
+    """
+    if configured:
+        candidates = [Path(configured)]
+    else:
+        memory = (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm")  # noqa: S108  (a memory file system, by its name)
+        candidates = [Path(c) for c in (*memory, tempfile.gettempdir()) if c]
+    for folder in candidates:
+        if folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > nbytes * _ROOM:
+            return folder
+    raise RefreshError(
+        f"no room for {nbytes:,} bytes of weights in {', '.join(map(repr, map(str, candidates)))}; free some, or name "
+        "a folder in engine.scratch"
+    )
+
+
+def write_folder(manifest: Manifest, model: Path, folder: Path, *, deadline: float) -> None:
+    """Pull the snapshot and make `folder` a Hugging Face folder of it; everything but the weights is linked from
+    `model`. Raises what `gyre_transport.snapshot.pull` raises, or `OSError`."""
+    snapshot = pull(manifest, deadline=deadline)
+    for path in model.iterdir():
+        if path.is_file() and not path.name.endswith((*_WEIGHTS, ".index.json")):
+            (folder / path.name).symlink_to(path.resolve())
+    snapshot.write_safetensors(folder / "model.safetensors")
+
+
+async def refresh(engine: EngineClient, manifest: Manifest, model: Path, *, scratch: str = "", deadline: float) -> None:
+    """Give `engine`, which serves the folder `model`, the weights of `manifest`, and check that it serves them.
+
+    Raises `RefreshError` when nothing was changed, and `WeightsUnknown` when the update failed: the engine is then left
+    paused, with its requests, and must be ended.
+    """
+    end = time.monotonic() + deadline
+    check(manifest, await asyncio.to_thread(shapes, model))
+    root = scratch_folder(scratch, manifest.nbytes)
+    folder = Path(tempfile.mkdtemp(dir=root, prefix=f"gyre-{engine.name}-v{manifest.version}-"))
+    try:
+        try:
+            await asyncio.to_thread(write_folder, manifest, model, folder, deadline=deadline)
+        except (TransportError, OSError) as e:
+            raise RefreshError(
+                f"engine {engine.name} cannot get version {manifest.version}: {type(e).__name__}: {e}"
+            ) from e
+        await _load(engine, folder, manifest.version, end)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+async def _load(engine: EngineClient, folder: Path, version: int, end: float) -> None:
+    try:
+        await engine.pause("retract")
+        await engine.update_weights_from_disk(str(folder), version, deadline=max(end - time.monotonic(), 1.0))
+        if (served := await engine.weight_version()) != str(version):
+            raise WeightsUnknown(f"engine {engine.name} loaded version {version}, but says it serves {served!r}")
+        await engine.resume()
+    except EngineError as e:
+        raise WeightsUnknown(f"updating engine {engine.name} to version {version} failed: {e}") from e
