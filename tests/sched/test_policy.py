@@ -500,6 +500,39 @@ def test_a_core_that_cannot_enter_halts_the_run_and_says_so():
     assert "failed to enter training" in desk.burst(1).reason
 
 
+def test_a_half_refreshed_engine_is_not_trusted_on_its_agents_word():
+    desk = Desk()
+    desk.send(p.Published(version=1, manifest=b"m"))
+    desk.done(0)
+    desk.done(1, failed="the refresh broke off")
+    desk.state(1, routable=True, version=1)
+    assert desk.role(1) is Role.FAILED
+    assert isinstance(desk.burst(), p.Granted)
+    desk.tick(10.0)
+    assert isinstance(desk.calls[1].request, p.EnterRollout)
+    desk.done(1)
+    assert desk.role(1) is Role.ROLLOUT
+
+
+@pytest.mark.parametrize("reason", ["", "an operator"])
+def test_after_shutdown_nothing_moves_but_running_work_keeps_its_engines(reason):
+    desk = Desk()
+    desk.burst()
+    desk.end(4)
+    desk.send(p.Shutdown(reason=reason))
+    desk.tell(waiting=4, batches_ready=1)
+    assert desk.role(0) is Role.ROLLOUT
+    desk.state(1, engine_alive=False)
+    desk.state(1, routable=True)
+    assert desk.role(1) is Role.ROLLOUT
+    desk = trained()
+    desk.send(p.Shutdown(reason=reason))
+    desk.send(p.Published(version=2, manifest=b"m"))
+    desk.tell(waiting=0, batches_ready=0, batches_closed=2, version=2)
+    assert desk.role(0) is Role.TRAINING
+    assert "shutting down" in desk.burst(1).reason
+
+
 def test_a_late_answer_changes_nothing():
     desk = Desk(enter_timeout=10.0)
     desk.burst()

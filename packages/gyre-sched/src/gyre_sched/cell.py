@@ -66,6 +66,7 @@ class Cell:
     trainer_alive: bool = False
     trainer_lost: float | None = None  # when the trainer was last seen to die
     routable: bool = False  # the agent says that a failed engine is back, refreshed and probed
+    suspect: bool = False  # a role change failed half-way: only one that succeeds makes the engine trusted again
     trainer: str = "idle"
     heard: float = 0.0
     retry_at: float = 0.0

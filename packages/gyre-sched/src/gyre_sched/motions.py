@@ -91,6 +91,7 @@ class Motions:
     def enter_failed(self, cell: Cell, at: float, detail: str) -> None:
         """The cell could not enter training, or lost its trainer for good."""
         cell.enter_failures += 1
+        cell.suspect = True
         numbers: Numbers = {"detail": detail, "failures": cell.enter_failures}
         self.fail(cell, at, "enter_failed", self._backoff(cell.enter_failures), numbers)
         if cell.barred(self.config):
@@ -99,6 +100,7 @@ class Motions:
     def return_failed(self, cell: Cell, at: float, detail: str) -> None:
         """The cell could not return to rollout, or not with the right weights."""
         cell.return_failures += 1
+        cell.suspect = True
         numbers: Numbers = {"detail": detail, "failures": cell.return_failures}
         self.fail(cell, at, "return_failed", self._backoff(cell.return_failures), numbers)
         if cell.lost(self.config):

@@ -125,7 +125,7 @@ class Policy:
         self._do.record("entered", at, cell, {"seconds": at - began, "agent_seconds": reply.seconds})
 
     def _refreshed(self, cell: Cell, at: float, reply: p.Done) -> None:
-        cell.version, cell.return_failures = reply.version, 0
+        cell.version, cell.return_failures, cell.suspect = reply.version, 0, False
         if cell.role is Role.ROLLOUT:  # refreshed in place: the routes name the new version
             self._do.reroute()
         else:
@@ -213,13 +213,13 @@ class Policy:
             self._do.enter(cell, at)
 
     def _recover(self, cell: Cell, at: float) -> None:
-        """A failed cell is admitted when its agent says that it is routable, and is told to return when it is not."""
+        """A failed cell is admitted when its agent says that it is routable, and is told to return when it does not."""
         config = self.config
         if not cell.engine_alive or at - cell.heard > config.lease or cell.lost(config):
             return
-        if cell.routable and cell.trainer == "idle":
+        if cell.routable and cell.trainer == "idle" and not cell.suspect:
             self._do.admit(cell, at)
-        elif at >= cell.retry_at:
+        elif at >= cell.retry_at and (self.state.water or self.state.stopping is None):
             self._do.leave(cell, at, "recovery")
 
     def _watch_core(self, at: float) -> None:

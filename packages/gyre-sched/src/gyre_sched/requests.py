@@ -152,6 +152,7 @@ class Requests:
         cell.version, cell.heard, cell.trainer = m.version, at, "idle"
         cell.engine_alive = cell.trainer_alive = True
         cell.enter_failures = cell.return_failures = 0
+        cell.suspect = False
         self._do.record(
             "cell_hello", at, cell, {"engine": m.engine, "url": m.engine_url, "C_e": m.capacity, "version": m.version}
         )

@@ -48,7 +48,7 @@ def has_data(state: State, cell: Cell) -> bool:
 
 def next_to_train(state: State, at: float, config: SchedConfig) -> Cell | None:
     """The cell that leaves rollout now: the core first, then satellites in order, one at a time; None if none may."""
-    if state.stopping or state.halted or any(state.by_role[r] for r in MOVING):
+    if state.stopping is not None or state.halted or any(state.by_role[r] for r in MOVING):
         return None
     if not state.by_role[Role.ROLLOUT] or state.backlog is None:
         return None
@@ -87,7 +87,7 @@ def returning(state: State, at: float, config: SchedConfig) -> list[Cell]:
     """Training cells that go back to rollout now. They do not go earlier: their engines would take weights that the
     open batch is about to replace, and by the water rule the routable engines cover the work."""
     training = state.having(Role.TRAINING)
-    if not training or state.water:
+    if not training or state.water or state.stopping is not None:
         return []
     if settled(state, at, config):
         return training
@@ -110,6 +110,8 @@ def wanted_version(state: State) -> int:
 
 def outdated(state: State, at: float, config: SchedConfig) -> list[Cell]:
     """Cells in rollout whose engines take the current weights now."""
+    if state.stopping is not None:
+        return []
     if state.water:
         due = config.refresh_in_rollout
     else:
