@@ -3,8 +3,8 @@
     ask for each file ─▶ check ─▶ passed? done
                            │ failed: a reviewer (sub-agent) says why; ask again with the failure and the review
                            ▼
-                         check ─▶ failed again: summarise the second try (compaction), drop it from the history,
-                                  ask a last time with the summary in its place
+                         check ─▶ failed again: summarise what went wrong (compaction), forget the conversation,
+                                  ask a last time with the spec and the summary
 
 It speaks to any OpenAI-compatible endpoint (OPENAI_BASE_URL, OPENAI_API_KEY) and reads its task from $GYRE_INSTRUCTION.
 The best version by the public check stays in the folder. An endpoint that fails is an error of this program: exit 1.
@@ -18,12 +18,12 @@ from pathlib import Path
 
 from openai import OpenAI
 
-CODE_TOKENS, REVIEW_TOKENS, SUMMARY_TOKENS = 64, 24, 32
-CHECK_SECONDS = 30.0
+CODE_TOKENS, REVIEW_TOKENS, SUMMARY_TOKENS = 60, 16, 20
+CHECK_SECONDS = 180.0
 
 # The example shows a small model the form of an answer.
 START = [
-    {"role": "system", "content": "You write short Python code. Only code in ```python, no examples, no explanation."},
+    {"role": "system", "content": "You write short Python code."},
     {
         "role": "user",
         "content": "Define two functions.\n1. `half(n)`: return n divided by 2.\n"
@@ -40,14 +40,14 @@ client = OpenAI(max_retries=1, timeout=1800.0)  # a call may wait minutes while 
 Message = dict[str, str]
 
 
-def ask(messages: list[Message], tokens: int, stop: str, role: str | None = None) -> str:
+def ask(messages: list[Message], tokens: int, stop: list[str], role: str | None = None) -> str:
     """One call; `role` tells the trajectory recorder what the call is for (default: the main agent)."""
     reply = client.chat.completions.create(
         model=os.environ.get("GYRE_MODEL", "policy"),
         messages=messages,  # type: ignore[arg-type]
         max_tokens=tokens,
         temperature=1.0,
-        stop=[stop],
+        stop=stop,
         extra_headers={"x-gyre-role": role} if role else {},
     )
     return reply.choices[0].message.content or ""
@@ -56,7 +56,7 @@ def ask(messages: list[Message], tokens: int, stop: str, role: str | None = None
 def ask_code(history: list[Message], request: str) -> str:
     """Ask the main agent for code; request and answer join the history."""
     history.append({"role": "user", "content": request})
-    answer = ask(history, CODE_TOKENS, stop="\n```")
+    answer = ask(history, CODE_TOKENS, stop=["\n```"])
     history.append({"role": "assistant", "content": answer})
     found = re.search(r"```\w*\n(.*)", answer, re.DOTALL)
     return found.group(1) if found else answer
@@ -64,13 +64,11 @@ def ask_code(history: list[Message], request: str) -> str:
 
 def check() -> tuple[float, str, str]:
     """Run the public check; returns (fraction passed, file of the first failure, what it says)."""
-    try:
-        done = subprocess.run([sys.executable, "-I", "check.py"], capture_output=True, text=True, timeout=CHECK_SECONDS)
-    except subprocess.TimeoutExpired:
-        return 0.0, "", "the check did not end"
+    command = [sys.executable, "-I", "check.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, check=True)
     passed, total = map(int, re.findall(r"passed (\d+) of (\d+)", done.stdout)[-1])
     file, _, failure = done.stdout.splitlines()[0].partition(": ")
-    return passed / total, file, failure[:120]
+    return passed / total, file, failure[:80]
 
 
 def main() -> None:
@@ -82,7 +80,6 @@ def main() -> None:
     history: list[Message] = list(START)
     for file, wanted in files.items():
         Path(file).write_text(ask_code(history, wanted) + "\n")
-    first = len(history)
     score, file, failure = check()
 
     for turn in (2, 3):
@@ -91,19 +88,20 @@ def main() -> None:
         before = Path(file).read_text()
         if turn == 2:
             messages = [{"role": "system", "content": REVIEWER}, {"role": "user", "content": f"{before}\n{failure}"}]
-            note = ask(messages, REVIEW_TOKENS, stop="\n", role="sub-agent")
+            note = ask(messages, REVIEW_TOKENS, stop=["\n", "```"], role="sub-agent")
+            request = f"{failure}. {note}\n{files[file]}"
         else:
-            question = f"Still wrong: {failure}. Say why in one short sentence."
-            messages = [*history, {"role": "user", "content": question}]
-            note = ask(messages, SUMMARY_TOKENS, stop="\n", role="main-summary")
-            del history[first:]
-        request = f"{failure}. {note}\nWrite all of {file} again."
+            messages = [*history, {"role": "user", "content": f"{failure}. Say why in one short sentence."}]
+            note = ask(messages, SUMMARY_TOKENS, stop=["\n", "```"], role="main-summary")
+            history = list(START)
+            request = f"{files[file]}\nNote: {note}"
         Path(file).write_text(ask_code(history, request) + "\n")
-        again, next_file, next_failure = check()
-        if again < score:
-            Path(file).write_text(before)
+        again, next_file, failure = check()
+        if again > score:
+            score = again
         else:
-            score, file, failure = again, next_file, next_failure
+            Path(file).write_text(before)
+        file = next_file
     print(f"public check: {score:.2f}")
 
 

@@ -207,7 +207,7 @@ async def test_a_first_answer_that_passes_ends_it(tmp_path: Path) -> None:
 
 
 async def test_failures_make_a_tree(tmp_path: Path) -> None:
-    """The last answer is asked for after the first one, a sibling of the second, from which the summary goes on."""
+    """A second answer and a summary go on from the first; the last one starts anew, from the spec and the summary."""
     code, asked, module, _ = await work(tmp_path, [WRONG, "no function", HALF, "adds wrongly", RIGHT])
     assert code == 0
     assert [role for role, _ in asked] == ["main", "sub-agent", "main", "main-summary", "main"]
@@ -215,7 +215,8 @@ async def test_failures_make_a_tree(tmp_path: Path) -> None:
     answered = [*first, {"role": "assistant", "content": WRONG}]
     assert second[:-1] == answered
     assert summary[:-1] == [*second, {"role": "assistant", "content": HALF}]
-    assert last[:-1] == answered
+    assert last[:-1] == first[:-1]
+    assert last[-1]["content"].startswith(first[-1]["content"])  # shares its tokens with the first
     assert review[0]["content"] != first[0]["content"]
     assert "no function" in second[-1]["content"]
     assert "adds wrongly" in last[-1]["content"]
