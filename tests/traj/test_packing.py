@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import numpy as np
 import pytest
@@ -102,6 +104,16 @@ def test_packing_is_deterministic_and_travels() -> None:
     assert [msgspec.msgpack.decode(msgspec.msgpack.encode(p), type=Packed) for p in packs] == packs
 
 
+def test_temperatures_travel_with_their_targets() -> None:
+    hot = dataclasses.replace(row("aBxC", 0), temperature=np.array([1, 0.5, 1, 0.7], np.float32))
+    (packed,) = pack_forests([hot, row("aBD", 1)], 10)
+    arrays = packed.arrays()
+    assert letters(arrays.target) == "bdbc"
+    assert arrays.temperature.tolist() == np.array([1, 1, 0.5, 0.7], np.float32).tolist()
+    with pytest.raises(BadRow, match="temperatures above 0"):
+        pack_rows([dataclasses.replace(hot, temperature=np.zeros(4, np.float32))], 10)
+
+
 def test_nothing_to_pack() -> None:
     assert pack_rows([], 10) == []
     assert pack_rows([row("abc", 0)], 10) == []
@@ -124,7 +136,7 @@ def test_bad_rows_are_refused(rows: list[Row], budget: int, message: str) -> Non
 def test_arrays_that_do_not_fit_are_refused() -> None:
     good = row("aB", 0)
     short = Row(good.execution, 0, good.ids, good.target[:1], good.logprobs, 1.0, 1.0)
-    with pytest.raises(BadRow, match="2 ids, 1 target flags"):
+    with pytest.raises(BadRow, match="2 ids, 1 target flags, 2 log-probabilities, 2 temperatures"):
         pack_rows([short], 10)
     (packed,) = pack_rows([good], 10)
     with pytest.raises(BadRow, match="'weight' has 0 bytes, expected 4"):

@@ -182,6 +182,7 @@ def rows(draw: st.DrawFn) -> list[Row]:
                 np.where(target, -np.arange(n) / 8, 0).astype(np.float32),
                 1 / (number + 1),
                 float(number),
+                draw(st.none() | st.just(np.arange(1, n + 1, dtype=np.float32))),
             )
         )
     return found
@@ -208,6 +209,7 @@ def test_packing_keeps_every_target_once_with_its_whole_past(rows: list[Row], bu
                     float(a.weight[i]),
                     float(a.advantage[i]),
                     float(a.logprob[i]),
+                    float(a.temperature[i]),
                 )
             )
     expected = [
@@ -219,6 +221,7 @@ def test_packing_keeps_every_target_once_with_its_whole_past(rows: list[Row], bu
             float(np.float32(row.weight)),
             row.advantage,
             float(row.logprobs[place]),
+            1.0 if row.temperature is None else float(row.temperature[place]),
         )
         for row in rows
         for place in np.flatnonzero(row.target)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from gyre_traj import DEFAULT_PRIORITY, RolePriority, Tree, load_priority, select
+from gyre_traj import DEFAULT_PRIORITY, RolePriority, Tree, load_priority, select, weigh
 from gyre_traj.errors import BadChoice
 
 
@@ -70,6 +71,16 @@ def test_arrays_of_a_trajectory(story) -> None:
         np.float32,
         np.int32,
     )
+
+
+@pytest.mark.parametrize(("given", "divided_by"), [(0.5, 0.5), (1, 1.0), (0.0, 1.0), (None, 1.0), ("hot", 1.0)])
+def test_temperatures_come_from_the_calls(story, given: object, divided_by: float) -> None:
+    a = story.call("a", "sys task", "one two")
+    tree = Tree("e")
+    tree.add(msgspec.structs.replace(a, sampling={} if given is None else {"temperature": given}))
+    (t,) = select(tree, 1, seed=0).trajectories
+    assert t.temperature.tolist() == [1, 1, divided_by, divided_by]
+    assert weigh(select(tree, 1, seed=0), advantage=1.0).rows[0].temperature is not None
 
 
 def test_a_turn_without_log_probabilities_is_never_drawn_for(story) -> None:

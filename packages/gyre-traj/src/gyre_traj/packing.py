@@ -11,7 +11,7 @@ Targets are a list of their own, since a token where paths fork predicts several
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,6 +32,7 @@ class Row:
     logprobs: NDArray[np.float32]  # [n] behaviour log-probability at targets
     weight: float  # w_t of each target
     advantage: float
+    temperature: NDArray[np.float32] | None = None  # [n] what the logits of targets were divided by; None: 1
 
 
 class PackedArrays(NamedTuple):
@@ -47,6 +48,7 @@ class PackedArrays(NamedTuple):
     logprob: NDArray[np.float32]  # [m] behaviour log-probability
     execution: NDArray[np.uint32]  # [m] index into `Packed.executions`
     trajectory: NDArray[np.uint32]  # [m] unique number in the batch
+    temperature: NDArray[np.float32]  # [m] divide the target's logits by it: the behaviour policy did
 
 
 _TOKENS = {"ids": "<u4", "position": "<i4", "end": "<i4"}  # [n]
@@ -58,6 +60,7 @@ _TARGETS = {
     "logprob": "<f4",
     "execution": "<u4",
     "trajectory": "<u4",
+    "temperature": "<f4",
 }  # [m]
 _FIELDS = _TOKENS | _TARGETS
 
@@ -75,6 +78,7 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     logprob: bytes
     execution: bytes
     trajectory: bytes
+    temperature: bytes
     executions: tuple[str, ...]
 
     @property
@@ -135,34 +139,33 @@ def _trimmed(rows: Sequence[Row], budget: int) -> list[Row]:
     kept = []
     for row in rows:
         n = len(row.ids)
-        if not len(row.target) == len(row.logprobs) == n:
+        temperature = np.ones(n, dtype=np.float32) if row.temperature is None else row.temperature
+        if not len(row.target) == len(row.logprobs) == len(temperature) == n:
             raise BadRow(
-                f"row {row.trajectory} of {row.execution!r}: {n} ids, {len(row.target)} target flags and "
-                f"{len(row.logprobs)} log-probabilities; expected the same number of each"
+                f"row {row.trajectory} of {row.execution!r}: {n} ids, {len(row.target)} target flags, "
+                f"{len(row.logprobs)} log-probabilities, {len(temperature)} temperatures; expected as many of each"
             )
         places = np.flatnonzero(row.target)
         if not len(places):
             continue
         if places[0] == 0:
             raise BadRow(f"row {row.trajectory} of {row.execution!r}: the first token cannot be a target")
-        if not np.isfinite([row.weight, row.advantage]).all() or not np.isfinite(row.logprobs[places]).all():
+        if not (
+            np.isfinite([row.weight, row.advantage]).all()
+            and np.isfinite(row.logprobs[places]).all()
+            and np.isfinite(temperature[places]).all()
+            and (temperature[places] > 0).all()
+        ):
             raise BadRow(
-                f"row {row.trajectory} of {row.execution!r}: weight {row.weight!r}, advantage {row.advantage!r} "
-                "and log-probabilities at targets must be finite"
+                f"row {row.trajectory} of {row.execution!r}: weight {row.weight!r}, advantage {row.advantage!r}, and "
+                "at targets log-probabilities and temperatures must be finite, temperatures above 0"
             )
-        n = int(places[-1]) + 1
-        kept.append(
-            Row(
-                row.execution,
-                row.trajectory,
-                row.ids[:n],
-                row.target[:n],
-                row.logprobs[:n],
-                row.weight,
-                row.advantage,
-            )
-        )
+        kept.append(_head(row, int(places[-1]) + 1, temperature))
     return kept
+
+
+def _head(row: Row, n: int, temperature: NDArray[np.float32]) -> Row:
+    return replace(row, ids=row.ids[:n], target=row.target[:n], logprobs=row.logprobs[:n], temperature=temperature[:n])
 
 
 def _cut(rows: list[Row], budget: int) -> list[_Piece]:
@@ -235,6 +238,8 @@ def _lay_out(pieces: Iterable[_Piece]) -> Packed:
             fields["source"].append(path[places - 1] + offset)
             fields["target"].append(row.ids[places])
             fields["logprob"].append(row.logprobs[places])
+            assert row.temperature is not None  # noqa: S101 - trimmed rows have one
+            fields["temperature"].append(row.temperature[places])
             numbers = {
                 "weight": row.weight,
                 "advantage": row.advantage,

@@ -28,6 +28,7 @@ class Trajectory:
     trainable: NDArray[np.bool_]  # [n] sampled by the policy, with its log-probability
     logprobs: NDArray[np.float32]  # [n] behaviour log-probability where trainable, else 0 and never read
     version: NDArray[np.int32]  # [n] weights that sampled the token; -1 where not sampled, or not known
+    temperature: NDArray[np.float32]  # [n] what its logits were divided by; 1 where not sampled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +96,7 @@ def _trajectory(execution: str, path: tuple[Node, ...], masked: NDArray[np.bool_
     target, trainable = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
     logprobs = np.zeros(n, dtype=np.float32)
     version = np.full(n, -1, dtype=np.int32)
+    temperature = np.ones(n, dtype=np.float32)
     for node, taken in zip(path, masked, strict=True):
         here = slice(node.start, node.start + len(node.ids))
         if node.trainable:
@@ -103,5 +105,6 @@ def _trajectory(execution: str, path: tuple[Node, ...], masked: NDArray[np.bool_
             logprobs[here] = node.logprobs
         if node.call is not None:
             version[here] = node.versions()
+            temperature[here] = node.temperature
     ids = np.concatenate([node.ids for node in path])
-    return Trajectory(execution, leaf.call.call, leaf.role, ids, target, trainable, logprobs, version)
+    return Trajectory(execution, leaf.call.call, leaf.role, ids, target, trainable, logprobs, version, temperature)

@@ -64,6 +64,12 @@ class Node:
         """Tokens the policy sampled with a log-probability: all or none."""
         return len(self.logprobs)
 
+    @property
+    def temperature(self) -> float:
+        """What the logits were divided by when it was sampled; 1 at temperature 0, where engines leave them alone."""
+        value = self.call.sampling.get("temperature", 1.0) if self.call else 1.0
+        return float(value) if isinstance(value, int | float) and 0 < value < float("inf") else 1.0
+
     def versions(self) -> NDArray[np.int32]:
         """Weights that sampled each token [n]; -1 where not sampled or not known."""
         version = np.full(len(self.ids), -1, dtype=np.int32)

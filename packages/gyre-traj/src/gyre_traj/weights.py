@@ -95,7 +95,7 @@ def weigh(
     targets = [t.trainable if shared else t.target for t in selection.trajectories]
     weights, units = target_weights([int(t.sum()) for t in targets], aggregation, norm)
     rows = [
-        Row(t.execution, first_trajectory + i, t.ids, target, t.logprobs, float(weight), advantage)
+        Row(t.execution, first_trajectory + i, t.ids, target, t.logprobs, float(weight), advantage, t.temperature)
         for i, (t, target, weight) in enumerate(zip(selection.trajectories, targets, weights, strict=True))
         if weight
     ]
