@@ -110,6 +110,7 @@ class Brain:
         self.vocabulary = vocabulary
         self.queue: list[list[int] | str] = []  # answers to the next new prompts
         self.known: list[tuple[list[int], list[int]]] = []
+        self.echo = False  # every prompt has one answer, a function of its last ids
 
     def says(self, *answers: list[int] | str) -> None:
         """Queue answers; text is encoded and ended by <|im_end|> (markup included)."""
@@ -117,6 +118,14 @@ class Brain:
 
     def rest(self, input_ids: list[int]) -> list[int]:
         """The tokens that follow `input_ids`."""
+        if self.echo:
+            starts = [i for i, t in enumerate(input_ids) if t == 1]
+            begin = starts[-1] + len(self.vocabulary.encode("<|im_start|>assistant\n"))
+            prompt, got = input_ids[:begin], input_ids[begin:]
+            seed = sum((i + 1) * t for i, t in enumerate(prompt)) % 9973
+            answer = [3 + (seed * (k + 7)) % 200 for k in range(10 + seed % 25)]
+            assert answer[: len(got)] == got, "continued from tokens it would not have sampled"
+            return [*answer, 2][len(got) :]
         for prompt, answer in reversed(self.known):
             n = len(prompt)
             got = input_ids[n:]
@@ -144,6 +153,7 @@ class ScriptedEngine:
         self.version = "0"
         self.refuse: str | None = None
         self.self_abort: int | None = None
+        self.pace = 0.0  # seconds a token
         self.requests: list[dict[str, Any]] = []
         self.aborts: list[str] = []
         self.running: dict[str, asyncio.Event] = {}
@@ -260,7 +270,7 @@ class ScriptedEngine:
                 meta["output_token_logprobs"] = [[-0.001 * (base + i + 1), t, None] for i, t in enumerate(shown)]
             event = {"text": "", "output_ids": shown, "meta_info": meta}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pace)
         await response.write(b"data: [DONE]\n\n")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+import pytest_asyncio
 
 from gyre_agent_proxy.config import ModelConfig, ProxyConfig
 from gyre_agent_proxy.engines import Route
