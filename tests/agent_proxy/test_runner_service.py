@@ -212,6 +212,15 @@ async def test_errors_before_anything_is_dispatched(make_world: Callable[..., An
     assert not world.asked
 
 
+async def test_a_run_directory_that_cannot_be_written(make_world: Callable[..., Any]) -> None:
+    world = await make_world()
+    (world.folder / "run").mkdir()
+    (world.folder / "run" / "workspaces").write_text("in the way")
+    with pytest.raises(RunnerError, match=r"cannot be written: .*workspaces.*check its space and permissions"):
+        await serve(world.context())
+    assert {row.state for row in world.rows().values()} == {State.DISPATCHED}
+
+
 async def test_refusals_and_silence_reach_the_operator(make_world: Callable[..., Any], tmp_path: Path) -> None:
     async def refuse(request: Any) -> Any:
         raise ValueError("this feed is closed")

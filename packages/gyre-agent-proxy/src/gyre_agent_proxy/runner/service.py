@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -154,8 +155,8 @@ async def serve(context: Context) -> None:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
         log.warning("stopped; harnesses were ended, and the ledger says where each execution stands")
-    except BaseExceptionGroup as group:
-        raise _first(group) from group
+    except (BaseExceptionGroup, OSError, sqlite3.Error) as e:
+        raise _explained(_first(e)) from e
 
 
 def _stopper(task: asyncio.Task[None]) -> Callable[[], None]:
@@ -171,8 +172,14 @@ def _stopper(task: asyncio.Task[None]) -> Callable[[], None]:
     return stop
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    found: BaseException = group
+def _first(found: BaseException) -> BaseException:
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]
     return found
+
+
+def _explained(e: BaseException) -> BaseException:
+    """What a full disk or a lost folder looks like from here, with a remedy."""
+    if isinstance(e, OSError | sqlite3.Error):
+        return RunnerError(f"the run directory cannot be written: {e}; check its space and permissions, then resume")
+    return e
