@@ -1,4 +1,4 @@
-"""Engines drained, killed, cut and brought back at random under many executions: nothing is visible, nothing is lost."""
+"""Engines drained, killed, cut and brought back at random under many executions: nothing shows, nothing is lost."""
 
 from __future__ import annotations
 

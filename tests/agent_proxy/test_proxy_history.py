@@ -183,6 +183,8 @@ def test_foreign_turns_are_encoded_from_text_and_their_children_attach(teller):
 def test_ambiguous_content_is_not_spliced(teller):
     teller.ask("a", S, user("1"), answer=said("same"))
     teller.ask("b", S, user("2"), answer=said("same"))
+    assert teller.plan(S, user("3"), said("same"), user("go")).spliced == 1, "the same ids: either will do"
+    teller.ask("c", S, user("2"), answer=said("same"), output=[300, 301, 2])
     assert teller.plan(S, user("3"), said("same"), user("go")).foreign == 1
 
 

@@ -128,10 +128,11 @@ class History:
             self._by_content.setdefault(identity(node.message), []).append(node)
 
     def known(self, message: Message) -> Node | None:
-        """The call that sampled the assistant turn `message`, if that is certain."""
+        """The call that sampled the assistant turn `message`, if its ids are certain."""
         if not message.calls:
             same = self._by_content.get(identity(message), [])
-            return same[0] if len(same) == 1 else None
+            certain = same and all(np.array_equal(n.output, same[0].output) for n in same[1:])
+            return same[0] if certain else None
         nodes = {id(n): n for n in (self._by_call_id.get(c.id) for c in message.calls) if n is not None}
         if len(nodes) != 1:
             return None
