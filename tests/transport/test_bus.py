@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from gyre_transport import bus
+from gyre_transport import bus, sockets
 from gyre_transport.bus import BlockingClient, Client, Publisher, Server, Subscriber
 from gyre_transport.errors import BusError, DeadlineExceeded, ProtocolError, PublisherSilent, RemoteError
 
@@ -208,9 +208,14 @@ async def test_a_client_survives_its_servers_death(script, tmp_path):
 async def test_a_server_is_restarted_in_place(tmp_path):
     address = f"ipc://{tmp_path}/s"
     async with Client(address, Reply) as client:
-        for n in range(5):
-            async with Server(address, Request, handle):
-                assert await client.call(Add(n, 1), deadline=LONG) == Sum(n + 1)
+        for n in range(20):
+            async with Server(address, Request, handle), asyncio.timeout(LONG):
+                while True:
+                    try:
+                        assert await client.call(Add(n, 1), deadline=0.5) == Sum(n + 1)
+                        break
+                    except DeadlineExceeded:
+                        continue  # it was on its way to the server before, or the machine is slow
 
 
 async def test_an_address_in_use_is_an_error_and_the_holder_keeps_it(tmp_path):
@@ -282,7 +287,7 @@ async def test_replies_that_do_not_decode_fail_the_call_and_not_the_client(addre
 
 
 async def test_a_message_over_the_limit_is_refused_and_the_server_goes_on(address, monkeypatch):
-    monkeypatch.setattr(bus, "_MAX_BYTES", 1 << 16)
+    monkeypatch.setattr(sockets, "MAX_BYTES", 1 << 16)
     async with Server(address, Fail, handle) as server:
         async with Client(server.address, Reply) as client:
             with pytest.raises(DeadlineExceeded):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -148,6 +149,21 @@ async def test_a_short_grace_still_ends_the_whole_tree(log, tmp_path, alive, eve
     child = await Child.start("program", daemons(pids, "deaf"), log=log, ready_within=None, guarded=True)
     eventually(lambda: "all started" in log.read_text())
     assert await child.stop(grace=0.05) == 128 + signal.SIGKILL
+    assert not [p for p in listed(pids) if alive(p)]
+
+
+def test_a_second_sigterm_ends_the_guards_patience(log, tmp_path, alive, eventually):
+    pids = tmp_path / "pids"
+    pids.touch()
+    code = "import sys; from gyre_transport import guard; guard._GRACE = 600; sys.exit(guard.main(sys.argv[1:]))"
+    log.parent.mkdir()
+    with log.open("w") as out:
+        guard = subprocess.Popen([sys.executable, "-c", code, *daemons(pids, "deaf")], stdout=out)
+    eventually(lambda: "all started" in log.read_text())
+    guard.send_signal(signal.SIGTERM)
+    eventually(lambda: "program told to stop" in log.read_text())
+    guard.send_signal(signal.SIGTERM)
+    assert guard.wait(LONG) == 128 + signal.SIGKILL
     assert not [p for p in listed(pids) if alive(p)]
 
 

@@ -4,14 +4,15 @@ Request/reply                                   Publish/subscribe
     Client ──[id, request]──▶ Server                Publisher ──[message | heartbeat]──▶ Subscriber
     Client ◀─[id, ok|error, reply]── Server
 
-What happens to a message when the peer is gone
-    request   stays queued up to `_HIGH_WATER` messages while ZeroMQ reconnects; `call` raises `DeadlineExceeded` at its
-              deadline. The server may have carried it out: requests that must not happen twice carry an identity.
+What happens to a message when the peer is gone (the numbers are in `gyre_transport.sockets`)
+    request   stays queued, up to HIGH_WATER messages, while ZeroMQ reconnects. One that was already on its way to a
+              server that ends is lost, or was carried out: `call` cannot tell, and raises `DeadlineExceeded` at its
+              deadline. Requests that must not happen twice carry an identity.
     reply     dropped when the caller's deadline has passed (counted in `Client.late`).
-    published dropped for a subscriber that is absent or more than `_HIGH_WATER` messages behind. Publish whole states,
-              or let the reader ask the server for what it missed.
+    published dropped for a subscriber that is absent or more than HIGH_WATER messages behind. Publish whole states, or
+              let the reader ask the server for what it missed.
 Bounds: a server runs at most `max_in_flight` handlers and leaves further requests in the socket; messages over
-`_MAX_BYTES` are refused by the socket.
+MAX_BYTES are refused by the socket.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import socket as socketlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -30,12 +30,10 @@ import zmq
 import zmq.asyncio
 
 from gyre_transport.errors import BusError, DeadlineExceeded, ProtocolError, PublisherSilent, RemoteError
+from gyre_transport.sockets import bind, prepare, release
 
 log = logging.getLogger(__name__)
 
-_HIGH_WATER = 10_000
-_MAX_BYTES = 1 << 30
-_RELEASE = 2_000  # ms
 _OK, _ERROR, _HEARTBEAT = b"ok", b"error", b"\x00heartbeat"
 
 
@@ -44,54 +42,6 @@ class Fault(msgspec.Struct, frozen=True):
 
     kind: str
     message: str
-
-
-def _prepare(socket: zmq.Socket[Any]) -> None:
-    socket.setsockopt(zmq.LINGER, 500)  # ms: let a last reply leave, never hang an exit
-    socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
-    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-
-
-def _bind(socket: zmq.Socket[Any], address: str) -> str:
-    if _served(address):  # ZeroMQ would take a living server's ipc path away without a word
-        raise BusError(f"cannot listen on {address!r}: a living process does; choose another address or stop it")
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as e:
-        raise BusError(
-            f"cannot listen on {address!r}: {e}; choose another address or stop the process that holds it"
-        ) from e
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
-async def _release(socket: zmq.asyncio.Socket, address: str) -> None:
-    """Close a bound socket; return when the address is free.
-
-    Closing alone goes on in ZeroMQ's thread, which removes an ipc path at some later moment: a successor's, perhaps.
-    """
-    try:
-        monitor = socket.get_monitor_socket(zmq.EVENT_CLOSED)
-        socket.unbind(address)
-        await monitor.poll(_RELEASE)
-    finally:
-        socket.disable_monitor()
-        socket.close()
-
-
-def _served(address: str) -> bool:
-    """Whether somebody answers at an ipc address; False for a path that a dead process left."""
-    if not address.startswith("ipc:///"):
-        return False
-    with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(address.removeprefix("ipc://"))
-        except OSError:
-            return False
-    return True
 
 
 def _unpack(frames: list[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> tuple[int, Any]:
@@ -135,9 +85,9 @@ class Server:
     async def start(self) -> None:
         """Bind and serve; `address` then holds the real endpoint (tcp port 0 is resolved). Raises `BusError`."""
         socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        _prepare(socket)
+        prepare(socket)
         try:
-            self.address = _bind(socket, self.address)
+            self.address = bind(socket, self.address)
         except BusError:
             socket.close()
             raise
@@ -151,7 +101,7 @@ class Server:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._socket is not None:
-            await _release(self._socket, self.address)
+            await release(self._socket, self.address)
             self._socket = None
 
     async def __aenter__(self) -> Server:
@@ -210,7 +160,7 @@ class Client:
         """
         if self._socket is None:
             self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-            _prepare(self._socket)
+            prepare(self._socket)
             self._socket.connect(self.address)
             self._loop_task = asyncio.create_task(self._loop(self._socket), name=f"bus client {self.address}")
         request_id = next(self._ids)
@@ -269,7 +219,7 @@ class BlockingClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._ids = itertools.count(1)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        _prepare(self._socket)
+        prepare(self._socket)
         self._socket.connect(address)
 
     def call(self, request: Any, *, deadline: float) -> Any:
@@ -322,9 +272,9 @@ class Publisher:
     async def start(self) -> None:
         """Bind; `address` then holds the real endpoint. Raises `BusError`."""
         socket = zmq.asyncio.Context.instance().socket(zmq.PUB)
-        _prepare(socket)
+        prepare(socket)
         try:
-            self.address = _bind(socket, self.address)
+            self.address = bind(socket, self.address)
         except BusError:
             socket.close()
             raise
@@ -349,7 +299,7 @@ class Publisher:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self._socket is not None:
-            await _release(self._socket, self.address)
+            await release(self._socket, self.address)
             self._socket = None
 
     async def __aenter__(self) -> Publisher:
@@ -368,7 +318,7 @@ class Subscriber:
         self._silence = silence
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
-        _prepare(self._socket)
+        prepare(self._socket)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.connect(address)
 

@@ -264,8 +264,7 @@ class _Reader:
         self._copy: Callable[[int, memoryview, int], int] = self._from_process
         if isinstance(descriptor.location, Shared):
             try:
-                self._file = self._peer.open(descriptor.location.fd)
-                self._peer.check()  # the number was still the region's when it was opened
+                self._file = self._peer.open(descriptor.location.fd)  # if not the region's, the key is gone by now
             except BaseException:
                 self._peer.close()
                 raise
