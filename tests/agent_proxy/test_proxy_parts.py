@@ -208,6 +208,8 @@ def test_equal_requests_have_equal_digests_whatever_their_stream_mode():
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}', "temperature"),
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": -1}', "temperature"),
         (b'{"messages": [{"role": "user", "content": "x"}], "top_p": 0}', "top_p"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "min_p": 1e308}', "min_p"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "seed": 1000000000000000000000}', "seed"),
         (b'{"messages": [{"role": "user", "content": "x"}], "tools": ["bash"]}', "tools"),
         (b'{"messages": [{"role": "user", "content": "x"}], "stop": 3}', "stop"),
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', "not JSON"),

@@ -12,8 +12,10 @@ from gyre_agent_proxy.conversation import Conversation, Message, Reply, Request,
 from gyre_agent_proxy.dialects.base import Body, Defaults, decode_object
 from gyre_agent_proxy.errors import BadRequest, ProxyError
 
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
+# Ranges are checked here: an engine that fails on a request would be taken for lost.
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
 
 def read_request(raw: bytes, defaults: Defaults) -> Request:
@@ -24,18 +26,18 @@ def read_request(raw: bytes, defaults: Defaults) -> Request:
         raise BadRequest(f"n: one answer a request is supported, got n={n!r}; send the request {n!r} times", "n")
     stops = body.get("stop", str | list[str], [])
     stops = (stops,) if isinstance(stops, str) else tuple(s for s in stops if s)
-    limit = body.get("max_completion_tokens", _Positive) or body.get("max_tokens", _Positive)
-    body.get("max_tokens", int)
+    limit = body.get("max_completion_tokens", _Tokens) or body.get("max_tokens", _Tokens)
+    body.get("max_tokens", _Tokens)
     sampling = Sampling(
         max_tokens=limit or defaults.max_tokens,
-        temperature=body.get("temperature", Annotated[float, msgspec.Meta(ge=0)], defaults.temperature),
+        temperature=body.get("temperature", Annotated[float, msgspec.Meta(ge=0, le=100)], defaults.temperature),
         top_p=body.get("top_p", _Share, defaults.top_p),
-        top_k=body.get("top_k", int),
-        min_p=body.get("min_p", float),
-        presence_penalty=body.get("presence_penalty", float),
-        frequency_penalty=body.get("frequency_penalty", float),
-        repetition_penalty=body.get("repetition_penalty", float),
-        seed=body.get("seed", int),
+        top_k=body.get("top_k", Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]) or None,
+        min_p=body.get("min_p", Annotated[float, msgspec.Meta(ge=0, le=1)]),
+        presence_penalty=body.get("presence_penalty", _Penalty),
+        frequency_penalty=body.get("frequency_penalty", _Penalty),
+        repetition_penalty=body.get("repetition_penalty", Annotated[float, msgspec.Meta(gt=0, le=2)]),
+        seed=body.get("seed", Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]),
         stop=stops,
     )
     options = body.get("stream_options", dict[str, Any], {})
