@@ -6,15 +6,18 @@ import logging
 import time
 from collections.abc import Callable
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from gyre_train.errors import TrainError
 from gyre_train.links import LeaseKeeper, Link
 from gyre_train.protocol import Claim, Complete, Exhausted, MicroStep, Wait
-from gyre_train.replica import Replica
 from gyre_traj.packing import Packed
 from gyre_transport.errors import RemoteError
+
+if TYPE_CHECKING:  # it imports Megatron, which takes tens of seconds
+    from gyre_train.replica import Replica
 
 log = logging.getLogger(__name__)
 

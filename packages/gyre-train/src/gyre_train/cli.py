@@ -36,10 +36,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _feed(config: Path) -> int:
+    import logging
+
+    from gyre_train.errors import TrainError
     from gyre_train.feed.service import serve
+    from gyre_transport.errors import TransportError
     from gyre_transport.run import Context
 
-    asyncio.run(serve(Context(config)))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(serve(Context(config)))
+    except (TrainError, TransportError) as e:
+        print(f"gyre-train: the feed ends: {type(e).__name__}: {e}", file=sys.stderr)
+        return 1
     return 0
 
 

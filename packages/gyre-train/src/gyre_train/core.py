@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -22,12 +23,14 @@ from gyre_train.claims import Claims, Ending
 from gyre_train.errors import LayoutMismatch
 from gyre_train.links import Agent, LeaseKeeper, Link, Stopped
 from gyre_train.protocol import CloseBatch, Collect, Collected, Handed, OpenBatch, Reopened, Wait
-from gyre_train.replica import Replica
 from gyre_transport.errors import DataError, DeadlineExceeded, RemoteError
 from gyre_transport.memory import Descriptor, read
 from gyre_transport.run import RunDir
 from gyre_transport.snapshot import SnapshotSource
 from gyre_transport.torch import describe
+
+if TYPE_CHECKING:  # it imports Megatron, which takes tens of seconds
+    from gyre_train.replica import Replica
 
 log = logging.getLogger(__name__)
 

@@ -91,25 +91,28 @@ class Policy(GPTModel):  # type: ignore[misc]
         source: torch.Tensor,
         target: torch.Tensor,
         *,
+        temperature: torch.Tensor | None = None,
         chunk: int = 512,
     ) -> torch.Tensor:
         """Log-probability of `target[k]` as the token after index `source[k]`; float32 [m].
 
         ids, position: int64 [n]. mask: bool [n, n], see `gyre_traj.torch.dense_mask`. source, target: int64 [m].
+        temperature: float32 [m], what the logits of each target are divided by, as its sampler did (None: 1).
         Logits exist for `chunk` targets at a time, in the backward pass too.
         """
 
         def gather(*, hidden_states: torch.Tensor, output_layer: Any, output_weight: Any, **_: Any) -> torch.Tensor:
             hidden = hidden_states[source]  # [m, 1, h]
 
-            def part(rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            def part(rows: torch.Tensor, wanted: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
                 logits, _ = output_layer(rows, weight=output_weight)
-                # Clone: the loss writes into its argument, which float() does not copy when it is fp32 already.
-                return -vocab_parallel_cross_entropy(logits.float().clone(), wanted[:, None])[:, 0]
+                # The quotient is a tensor of its own: the loss writes into its argument.
+                return -vocab_parallel_cross_entropy(logits.float() / divisor[:, None, None], wanted[:, None])[:, 0]
 
+            divisors = hidden.new_ones(len(target), dtype=torch.float32) if temperature is None else temperature
             parts = [
-                checkpoint(part, rows, wanted, use_reentrant=False, preserve_rng_state=False)
-                for rows, wanted in zip(hidden.split(chunk), target.split(chunk), strict=True)
+                checkpoint(part, *chunks, use_reentrant=False, preserve_rng_state=False)
+                for chunks in zip(hidden.split(chunk), target.split(chunk), divisors.split(chunk), strict=True)
             ]
             return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
 

@@ -110,7 +110,15 @@ class Replica:
             for a in (arrays.ids, arrays.position, arrays.source, arrays.target)
         )
         mask = dense_mask(packed, device)
-        return self.policy.log_probs(ids, position, mask, source, target, chunk=self.config.logit_chunk)
+        return self.policy.log_probs(
+            ids,
+            position,
+            mask,
+            source,
+            target,
+            temperature=torch.from_numpy(arrays.temperature.copy()).to(device),
+            chunk=self.config.logit_chunk,
+        )
 
     def accumulate(self, packed: Packed) -> tuple[float, dict[str, float]]:
         """Add the gradient of Σ w·ℓ over `packed`'s targets to the sums; returns (Σ w·ℓ, metrics as of
@@ -181,6 +189,7 @@ class Replica:
             self._scale(ratio)
         for group in optimizer.param_groups:
             group["lr"] = self.learning_rate
+            group["weight_decay"] = self.config.optimizer.weight_decay * group.get("wd_mult", 1.0)  # 0: norms, biases
         optimizer.step_with_ready_grads()
         return norm
 

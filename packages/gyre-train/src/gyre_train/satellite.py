@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,11 +17,13 @@ from gyre_train.claims import Claims, Ending
 from gyre_train.errors import TrainError
 from gyre_train.links import Agent, LeaseKeeper, Link, Stopped
 from gyre_train.protocol import HandOver, Join, Joined, Taken, Wait
-from gyre_train.replica import Replica
 from gyre_transport.errors import ChecksumMismatch, DataError, DeadlineExceeded, RemoteError
 from gyre_transport.memory import register
 from gyre_transport.snapshot import Manifest, pull
 from gyre_transport.torch import tensors
+
+if TYPE_CHECKING:  # it imports Megatron, which takes tens of seconds
+    from gyre_train.replica import Replica
 
 log = logging.getLogger(__name__)
 
