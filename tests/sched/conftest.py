@@ -95,8 +95,10 @@ class World:
     def some(self, most: float) -> float:
         return self.random.choice((0.0, self.random.random() * most, self.random.random() ** 4 * most))
 
-    def run(self, limit: float = 20_000.0) -> World:
+    def run(self, limit: float | None = None) -> World:
         """Until every step is trained and all cells are back, or `limit` seconds."""
+        if limit is None:  # one execution at a time, and time for failures to heal
+            limit = 20_000.0 + self.groups * self.group_size * self.steps * self.long
         for i in range(self.cells):
             self.later(self.some(self.slow), lambda i=i: self._hello(i))
             self.later(1.0, lambda i=i: self._beat(i))
@@ -266,8 +268,8 @@ class World:
             case "agent":
                 agent.up = False
                 self.later(60.0, lambda: self._agent_back(agent))
-            case "dead":
-                agent.up = False
+            case "dead":  # for good; a run needs its core
+                agent.up = agent.up and agent.cell == 0
             case "silent":  # a partition: it works on, unheard
                 agent.up = False
                 self.later(60.0, lambda: setattr(agent, "up", True))

@@ -42,7 +42,7 @@ shapes = st.fixed_dictionaries(
 
 
 @_CHECKS
-@given(shape=shapes, bursts=st.integers(1, 3), capacity=st.integers(1, 40), stays=st.booleans(), early=st.booleans())
+@given(shape=shapes, bursts=st.integers(1, 3), capacity=st.integers(2, 40), stays=st.booleans(), early=st.booleans())
 def test_every_burst_ends_and_the_next_is_granted(world, shape, bursts, capacity, stays, early):
     limits = {"capacity": capacity, "core_stays": stays, "refresh_in_rollout": early}
     w = world(**shape, steps=bursts * shape["per_burst"], settings=limits).run()
@@ -56,7 +56,7 @@ def test_every_burst_ends_and_the_next_is_granted(world, shape, bursts, capacity
 faults = st.lists(
     st.tuples(
         st.floats(0, 1000),
-        st.sampled_from(["engine", "trainer", "agent", "silent", "call", "hang", "deaf"]),
+        st.sampled_from(["engine", "trainer", "agent", "silent", "call", "hang", "deaf", "dead"]),
         st.integers(0, 4),
     ),
     max_size=8,
@@ -65,7 +65,7 @@ faults = st.lists(
 
 @_CHECKS
 @given(shape=shapes, bursts=st.integers(1, 2), faults=faults, stays=st.booleans())
-def test_failures_that_heal_never_break_a_rule_nor_end_the_run(world, shape, bursts, faults, stays):
+def test_failures_that_leave_the_core_never_break_a_rule_nor_end_the_run(world, shape, bursts, faults, stays):
     limits = {"attempts": 50, "capacity": 8, "core_stays": stays}
     w = world(**shape, steps=bursts * shape["per_burst"], faults=faults, settings=limits).run()
     _finished(w)

@@ -177,7 +177,7 @@ class Policy:
         if cell := rules.recalled(state, at, config):
             self._do.leave(cell, at, "recalled: no engine is routable")
         for cell in rules.returning(state, at, config):
-            self._do.leave(cell, at, "the burst is trained" if state.burst and state.burst.settled else "core stays")
+            self._do.leave(cell, at, rules.settled(state, at, config) or "the core stays, the next burst needs it")
         for cell in rules.outdated(state, at, config):
             self._do.refresh(cell, at, in_place=state.water > 0)
         for cell in state.having(Role.FAILED):
