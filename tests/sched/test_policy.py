@@ -279,10 +279,26 @@ def test_only_the_right_version_brings_a_cell_back(served):
     desk.done(0, version=served)
     assert [e.engine for e in desk.routes.engines] == ["cell-1"]
     assert desk.role(0) is Role.FAILED
-    assert isinstance(desk.burst(1), p.Granted), "a failed cell is not waited for"
+    assert "may come back" in desk.burst(1).reason
     desk.tick(10.0)
     desk.done(0)
     assert [(e.engine, e.version) for e in desk.routes.engines] == [("cell-0", 2), ("cell-1", 2)]
+    assert desk.burst(1) == p.Granted(burst=1, capacity=8)
+
+
+def test_a_failed_cell_is_waited_for_only_as_long_as_it_may_come_back():
+    desk = Desk(return_timeout=100.0, lease=20.0)
+    desk.state(1, engine_alive=False)
+    assert "cell 1 has failed" in desk.burst().reason
+    desk.tick(100.0)
+    assert isinstance(desk.burst(), p.Granted)
+    desk = Desk(lease=20.0)
+    desk.state(1, engine_alive=False)
+    desk.state(0)
+    desk.at += 15.0
+    desk.state(0)
+    desk.at += 6.0
+    assert isinstance(desk.burst(), p.Granted), "its agent is silent"
 
 
 def test_a_cell_leaves_when_its_trainer_has_left_and_returns_when_its_engine_is_fresh():
@@ -507,7 +523,6 @@ def test_a_half_refreshed_engine_is_not_trusted_on_its_agents_word():
     desk.done(1, failed="the refresh broke off")
     desk.state(1, routable=True, version=1)
     assert desk.role(1) is Role.FAILED
-    assert isinstance(desk.burst(), p.Granted)
     desk.tick(10.0)
     assert isinstance(desk.calls[1].request, p.EnterRollout)
     desk.done(1)

@@ -99,6 +99,11 @@ class Cell:
         """Its trainer is up and entering did not fail too often."""
         return self.trainer_alive and not self.barred(config)
 
+    def mending(self, at: float, config: SchedConfig) -> bool:
+        """Failed, but its agent is there and may still bring it back: worth waiting for before a burst."""
+        heard = bool(self.agent) and at - self.heard <= config.lease
+        return self.role is Role.FAILED and heard and not self.lost(config) and at - self.since < config.return_timeout
+
     def lost(self, config: SchedConfig) -> bool:
         """Returning to rollout failed too often: only a new agent brings the cell back."""
         return self.role is Role.FAILED and self.return_failures >= config.attempts

@@ -140,6 +140,8 @@ def grant_obstacle(state: State, at: float, config: SchedConfig, *, per_burst: i
     roles = [Role.STARTING, *MOVING, Role.LEAVING, Role.REFRESHING, Role.TRAINING]
     if busy := [c for c in state.having(*roles) if not (stays and c.index == 0)]:
         return f"cell {busy[0].index} is {busy[0].role}"
+    if mending := [c for c in state.having(Role.FAILED) if c.mending(at, config)]:
+        return f"cell {mending[0].index} has failed and may come back"
     if not state.capacity:
         return "no engine is routable"
     if state.cells and any(c.version < state.version for c in state.having(Role.ROLLOUT)):
