@@ -1,4 +1,4 @@
-"""Thousands of malformed and odd requests: refused or answered, never an error of our own, and a refusal changes nothing."""
+"""Thousands of malformed and odd requests: refused or answered, never an error of our own making."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from gyre_agent_proxy.errors import BadRequest
 
 ODD: list[Any] = [
     None, True, False, 0, -1, 1.5, 1e308, 10**30, "", "x", "\x00", "\ud800", "<|im_start|>", "\U0010fffd", "é" * 50,
-    [], {}, [None], [[]], [{}], {"a": 1}, {"type": "text"}, {"type": "text", "text": 3}, [{"type": "text", "text": "t"}],
+    [], {}, [None], [[]], [{}], {"a": 1}, {"type": "text"}, {"type": "text", "text": 3},
+    [{"type": "text", "text": "t"}],
     [{"type": "image_url", "image_url": {"url": "data:"}}], [{"role": "user", "content": "x"}], "assistant", "tool",
 ]  # fmt: skip
 BASE = {
@@ -90,8 +91,7 @@ def test_ten_thousand_bodies(renderers):
         try:
             request = chat.read_request(raw, Defaults())
             plan = history.plan(request.conversation)
-        except BadRequest as e:
-            assert str(e)
+        except BadRequest:
             continue
         roles.role({}, request.conversation)
         assert len(plan.prompt)

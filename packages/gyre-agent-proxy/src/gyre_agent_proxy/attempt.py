@@ -30,6 +30,8 @@ class Attempt:
         self.reply.add_done_callback(lambda f: f.cancelled() or f.exception())  # a failure nobody waits for is logged
         self.delivered = False
         self.thinking = False  # the prompt opened the reasoning
+        self.unattended = asyncio.Event()  # no connection waits, or is written to, any more
+        self.unattended.set()
         self._grew = asyncio.Event()
         self._waiting = 0
         self._grace = grace
@@ -65,6 +67,7 @@ class Attempt:
     async def waiting(self) -> AsyncIterator[None]:
         """Count a connection that waits; when the last one goes too early, the call is abandoned after the grace."""
         self._waiting += 1
+        self.unattended.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -72,6 +75,8 @@ class Attempt:
             yield
         finally:
             self._waiting -= 1
+            if self._waiting == 0:
+                self.unattended.set()
             if self._waiting == 0 and not self.reply.done() and self.generation is not None:
                 self._timer = asyncio.get_running_loop().call_later(self._grace, self.generation.abandon)
 

@@ -65,7 +65,8 @@ async def proxy(
     pool = Pool(backoff=config.backoff, backoff_limit=config.backoff_limit)
     pool.update(0, static_routes(config.engines))
     counters = Metrics(metrics)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+    # Engines close idle connections after seconds; a request that meets such a close would look like a lost engine.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         engines = Engines(pool, session, config, counters, renderer.vocabulary, renderer.stop_ids)
@@ -80,7 +81,9 @@ async def proxy(
             keepalive=config.keepalive,
             max_body=config.max_body,
         )
-        runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+        runner = web.AppRunner(
+            server.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0, keepalive_timeout=3600.0
+        )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         url = await _listen(runner, config)

@@ -16,7 +16,7 @@ import numpy as np
 
 from gyre_agent_proxy.attempt import Attempt
 from gyre_agent_proxy.conversation import Conversation, Message, Reply, Request, Sampling, ToolCall, digest
-from gyre_agent_proxy.errors import EngineError, ExecutionEnded, ProxyError, TooBusy, TooLong
+from gyre_agent_proxy.errors import EngineError, ExecutionEnded, NoEngine, ProxyError, RecordError, TooBusy, TooLong
 from gyre_agent_proxy.generate import Engines, Generation, Output, sampling_params
 from gyre_agent_proxy.history import History, Node, Plan
 from gyre_agent_proxy.recorder import Recorder
@@ -62,13 +62,16 @@ class Service:
         self._executions: dict[str, Execution] = {}
         self._ended: set[str] = set()
         self._open = 0
+        self._stopping = False
         self.metrics = engines.metrics
 
     def submit(self, name: str, request: Request, headers: Mapping[str, str]) -> Attempt:
         """Return the attempt that answers `request` of execution `name`; an equal request in flight is joined.
 
-        Raises `BadRequest` (nothing was changed), `TooBusy`, `ExecutionEnded`, `RecordError`.
+        Raises `BadRequest` (nothing was changed), `TooBusy`, `ExecutionEnded`, `NoEngine`, `RecordError`.
         """
+        if self._stopping:
+            raise NoEngine("the proxy is stopping; ask again when it is back")
         execution = self._execution(name)
         earlier = execution.attempts.get(request.digest)
         if earlier is not None and earlier.joinable:
@@ -117,7 +120,8 @@ class Service:
         return self._recorder.count(name)
 
     async def stop(self, deadline: float = 15.0) -> None:
-        """Abort everything and close all logs."""
+        """Take no further call, abort everything and close all logs."""
+        self._stopping = True
         await asyncio.gather(*(self._stop(e, deadline) for e in self._executions.values()))
         self._recorder.close_all()
 
@@ -131,6 +135,12 @@ class Service:
             for task in left:
                 log.error("%s: %s did not end in %g s", execution.name, task.get_name(), deadline)
                 task.cancel()
+        # An answer on its way out is still to be recorded as delivered.
+        leaving = [asyncio.ensure_future(a.unattended.wait()) for a in execution.attempts.values()]
+        if leaving:
+            _, left_open = await asyncio.wait(leaving, timeout=min(deadline, 5.0))
+            for wait in left_open:
+                wait.cancel()
 
     @property
     def stats(self) -> dict[str, object]:
@@ -173,11 +183,15 @@ class Service:
         if execution is None:
             before = self._recorder.open(name)
             execution = Execution(name, History(self._renderer))
-            self._executions[name] = execution
             if before is not None:
-                self._rebuild(execution, before)
+                try:
+                    self._rebuild(execution, before)
+                except Exception as e:
+                    self._recorder.close(name)
+                    raise RecordError(f"{name!r} cannot be continued from its log: {type(e).__name__}: {e}") from e
             else:
                 self.metrics.add("executions")
+            self._executions[name] = execution
         return execution
 
     def _rebuild(self, execution: Execution, before: Log) -> None:
@@ -229,7 +243,11 @@ class Service:
                 self._record(execution, attempt, plan, output, None)
                 self._recorder.append(execution.name, Delivered(call=attempt.call, ok=False))
                 self.metrics.add("calls_aborted")
-                attempt.settle(EngineError("the call was aborted because nobody waited for its answer"))
+                attempt.settle(
+                    ExecutionEnded(f"execution {execution.name!r} was closed while this call was answered")
+                    if execution.name in self._ended
+                    else NoEngine("the call was aborted: the proxy is stopping, or nobody waited for its answer")
+                )
                 return
             reply = self._reply(attempt, plan, output)
             node = self._record(execution, attempt, plan, output, reply)
