@@ -103,6 +103,26 @@ def test_a_half_written_frame_is_taken_back_when_the_disk_is_full(path: Path, mo
     assert read_log(path).torn == 0
 
 
+def test_a_half_written_frame_that_cannot_be_taken_back_closes_the_log(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, size: int) -> None:
+        raise OSError("no")
+
+    before, write = path.read_bytes(), os.write
+    with LogWriter(path) as writer:
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
+        monkeypatch.setattr(os, "ftruncate", refuse)
+        with pytest.raises(LogError, match="open the log again"):
+            writer.append(RECORDS[1])
+        monkeypatch.undo()
+        with pytest.raises(LogError, match="closed"):
+            writer.append(RECORDS[1])
+    with LogWriter(path) as writer:
+        assert writer.torn == 10
+    assert path.read_bytes() == before
+
+
 def test_readable_while_written(tmp_path: Path) -> None:
     path = tmp_path / "e.gtraj"
     with LogWriter(path) as writer:

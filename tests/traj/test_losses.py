@@ -300,3 +300,17 @@ def test_dense_mask_is_the_definition() -> None:
         n = packed.tokens
         expected = [[j <= i < end[j] for j in range(n)] for i in range(n)]
         assert dense_mask(packed).tolist() == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+def test_the_same_on_a_gpu(kind: str) -> None:
+    for packed in pack_forests(tree_rows(), 40):
+        torch.testing.assert_close(dense_mask(packed, "cuda").cpu(), dense_mask(packed))
+        logprobs = -torch.rand(packed.targets)
+        one, other = (
+            loss_sum(LossConfig(kind=kind, correction="tis"), packed, logprobs.to(d)) for d in ("cpu", "cuda")
+        )
+        torch.testing.assert_close(other.loss.cpu(), one.loss)
+        assert other.metrics == pytest.approx(one.metrics, rel=1e-4)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gyre_traj import (
     Call,
     Counting,
+    Log,
     Row,
     Tree,
     pack_forests,
@@ -130,6 +131,15 @@ def test_every_path_spells_its_call_and_every_sampled_token_is_in_one_node(told:
         for i, logprob in enumerate(unpack_logprobs(t.record.logprobs)):
             assert held[t.record.call, i] == logprob
     assert tree.tokens_unique <= tree.tokens_total
+
+
+@few
+@given(executions())
+def test_a_log_resolves_every_call_to_its_whole_ids(told: list[Told]) -> None:
+    log = Log(calls=[t.record for t in told])
+    for t in told:
+        assert tuple(log.full_prompt(t.record.call)) == t.prompt
+        assert tuple(log.full_ids(t.record.call)) == t.prompt + t.output
 
 
 @few

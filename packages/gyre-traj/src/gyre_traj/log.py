@@ -57,6 +57,7 @@ class LogWriter:
             self._end = frames[-1][1] if frames else min(len(data), len(_PREFACE))
             self._started = bool(frames)
             self.torn = len(data) - self._end
+            self._unlisted = self._end < len(_PREFACE)  # a new file's name may not be on disk yet
             if self._end < len(_PREFACE):  # a new file, or one whose writer died in its first bytes
                 self.torn = len(data)
                 os.ftruncate(self._fd, 0)
@@ -87,9 +88,12 @@ class LogWriter:
         self._started = True
 
     def sync(self) -> None:
-        """Force what was appended to disk; it survives the death of the machine."""
+        """Force what was appended to disk; it survives the death of the machine. Raises `LogError`."""
         try:
             os.fsync(self._fd)
+            if self._unlisted:
+                _sync_folder(self._path.parent)
+                self._unlisted = False
         except OSError as error:
             raise LogError(f"log {str(self._path)!r} cannot be synced: {error}") from error
 
@@ -116,11 +120,13 @@ class LogWriter:
         except OSError as error:
             written, cause = 0, error
         if written != len(frame):
-            os.ftruncate(self._fd, self._end)
-            raise LogError(
-                f"log {str(self._path)!r}: wrote {written} of {len(frame)} bytes ({cause or 'short write'}); "
-                "the record was taken back; free disk space and append it again"
-            ) from cause
+            what = f"log {str(self._path)!r}: wrote {written} of {len(frame)} bytes ({cause or 'short write'})"
+            try:
+                os.ftruncate(self._fd, self._end)
+            except OSError as error:
+                self.close()  # appending behind half a record would bury it
+                raise LogError(f"{what} and cannot take them back ({error}); open the log again") from error
+            raise LogError(f"{what}; the record was taken back; free disk space and append it again") from cause
         self._end += written
 
 
@@ -203,6 +209,14 @@ def encode_frame(record: Record) -> bytes:
     payload = _ENCODER.encode(record)
     length = len(payload).to_bytes(4, "little")
     return length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _frames(data: bytes, name: str) -> Iterator[tuple[int, int]]:
