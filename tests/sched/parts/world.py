@@ -199,12 +199,8 @@ class World:
         if not agent.up:
             self.later(1.0, lambda: self._hello(i))
         else:
-            self.send(
-                p.CellHello(
-                    cell=i, agent=f"agent-{i}", engine=f"cell-{i}", engine_url=f"http://{i}", capacity=self.config.capacity,
-                    version=agent.version,
-                )
-            )  # fmt: skip
+            names = {"agent": f"agent-{i}", "engine": f"cell-{i}", "engine_url": f"http://{i}"}
+            self.send(p.CellHello(cell=i, capacity=self.config.capacity, version=agent.version, **names))
 
     def _state(self, i: int) -> None:
         agent = self.agents[i]

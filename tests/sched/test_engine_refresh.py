@@ -1,0 +1,107 @@
+"""What is checked before an engine's weights are touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from gyre_sched.engine.refresh import check, decode, scratch_folder, shapes, write_folder
+from gyre_sched.errors import RefreshError
+from gyre_transport.errors import StaleVersion
+from gyre_transport.snapshot import Manifest, SnapshotSource
+
+TENSORS = {"a": ("F32", (2, 3), np.arange(6, dtype="f4")), "b": ("F32", (4,), np.zeros(4, "f4"))}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with a config, a tokenizer and the tensors of TENSORS in two files."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"mine": 1}')
+    (folder / "model.safetensors.index.json").write_text("{}")
+    for i, (name, (dtype, shape, data)) in enumerate(TENSORS.items()):
+        header = json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, data.nbytes]}}).encode()
+        (folder / f"model-{i}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data.tobytes())
+    return folder
+
+
+def manifest_of(tensors: dict[str, tuple[str, tuple[int, ...], np.ndarray]], version: int = 3) -> Manifest:
+    with SnapshotSource("m") as source:
+        return source.publish(version, tensors)
+
+
+def test_shapes_of_a_folder(model: Path) -> None:
+    assert shapes(model) == {"a": (2, 3), "b": (4,)}
+
+
+def test_a_whole_snapshot_passes(model: Path) -> None:
+    check(manifest_of({**TENSORS, "tied": TENSORS["b"]}), shapes(model))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "told"),
+    [
+        ({"a": TENSORS["a"]}, r"'b'.*\(4,\).*no such tensor"),
+        ({**TENSORS, "a": ("F32", (3, 2), TENSORS["a"][2])}, r"'a'.*\(2, 3\).*\(3, 2\)"),
+    ],
+)
+def test_a_snapshot_that_would_leave_a_mix_is_refused(model: Path, tensors: dict[str, object], told: str) -> None:
+    with pytest.raises(RefreshError, match=told):
+        check(manifest_of(tensors), shapes(model))  # type: ignore[arg-type]
+
+
+def test_a_torn_model_file_is_named(model: Path) -> None:
+    (model / "model-0.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(RefreshError, match=r"model-0\.safetensors"):
+        shapes(model)
+
+
+def test_manifests_that_are_not_the_version_asked_for() -> None:
+    raw = msgspec.msgpack.encode(manifest_of(TENSORS, version=3))
+    assert decode(raw, 3).version == 3
+    with pytest.raises(RefreshError, match="expected the manifest of version 4, got that of version 3"):
+        decode(raw, 4)
+    with pytest.raises(RefreshError, match="without a manifest"):
+        decode(b"", 1)
+    with pytest.raises(RefreshError, match="does not decode"):
+        decode(b"\xc1", 1)
+
+
+def test_the_folder_is_the_models_with_other_tensors(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    moved = {**TENSORS, "b": ("F32", (4,), np.ones(4, "f4"))}
+    with SnapshotSource("m") as source:
+        write_folder(source.publish(5, moved), model, folder, deadline=10)
+    assert {p.name for p in folder.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert (folder / "tokenizer.json").read_text() == '{"mine": 1}'
+    assert shapes(folder) == shapes(model)
+    assert (folder / "model.safetensors").read_bytes().count(np.ones(4, "f4").tobytes()) == 1
+
+
+def test_a_version_that_has_moved_on_writes_nothing(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    with SnapshotSource("m") as source:
+        old = source.publish(1, TENSORS)
+        source.publish(2, TENSORS)
+        with pytest.raises(StaleVersion):
+            write_folder(old, model, folder, deadline=10)
+    assert not list(folder.iterdir())
+
+
+def test_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert scratch_folder("", 10) == tmp_path
+    assert scratch_folder(str(tmp_path), 10) == tmp_path
+    with pytest.raises(RefreshError, match=r"no room for .* bytes .*engine\.scratch"):
+        scratch_folder(str(tmp_path), 10 * shutil.disk_usage(tmp_path).total)
+    with pytest.raises(RefreshError, match="absent"):
+        scratch_folder(str(tmp_path / "absent"), 1)
