@@ -306,3 +306,43 @@ async def test_serve_alone_until_sigterm(bench, tmp_path):
         code = await asyncio.wait_for(process.wait(), 30)
     assert code == 0
     assert len(list(bench.calls.glob("*.gtraj"))) == 1
+
+
+async def test_serve_in_a_run(bench, tmp_path, http, tmp_path_factory):
+    from gyre_transport.process import Child
+    from gyre_transport.run import RunDir
+
+    engine = await bench.engine()
+    bus = tmp_path_factory.mktemp("b")
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.config.write_text(
+        f'[run]\ndir = "{run.path}"\n[bus]\ndir = "{bus}"\n[model]\npath = "{bench.folder}"\nname = "policy"\n'
+        f'[engine]\ncontext_length = 64\n[proxy]\nengines = ["{engine.url}"]\n'
+    )
+    child = await Child.start("proxy", [*CLI, "serve", "--config", str(run.config)], log=run.logs / "proxy.log")
+    try:
+        url = child.info["url"]
+        key = keys.make_key(keys.load_secret(run.secret), "t0.g0.e0")
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as api:
+            await text_of(api, ASK)
+        assert engine.requests[0]["sampling_params"]["max_new_tokens"] < 64
+        headers = {"Authorization": f"Bearer {key}"}
+        async with http.post(f"{url}/gyre/executions/t0.g0.e0/close", headers=headers) as response:
+            assert await response.json() == {"execution": "t0.g0.e0", "calls": 1}
+    finally:
+        assert await child.stop() == 0, child.tail()
+    log = read_log(run.log("t0.g0.e0"))
+    assert [log.delivered[c.call] for c in log.calls] == [True]
+    assert json.loads((run.metrics / "proxy.json").read_bytes())["calls"] == 1
+
+
+async def test_a_run_s_proxy_is_ready_before_its_scheduler(bench, tmp_path, tmp_path_factory):
+    from gyre_transport.process import Child
+
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f'[run]\ndir = "{tmp_path}"\n[bus]\ndir = "{tmp_path_factory.mktemp("b")}"\n[model]\npath = "{bench.folder}"\n'
+    )
+    child = await Child.start("proxy", [*CLI, "serve", "--config", str(config)], log=tmp_path / "proxy.log")
+    assert await child.stop() == 0, child.tail()
