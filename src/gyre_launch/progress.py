@@ -14,11 +14,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from gyre_launch.summary import read_steps
-from gyre_launch.view import STEP_COLUMNS, View, cell_text, lines, switch_line
+from gyre_launch.view import View, lines, step_table, switch_line
 from gyre_sched.protocol import Event, GetStatus, Publication, Reply
 from gyre_transport.bus import Client, Subscriber
 from gyre_transport.errors import BusError
@@ -42,7 +41,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        self._console.print(f"{self._elapsed()} {text}", markup=False, highlight=False)
+        self._console.print(f"{self._elapsed()} {text}", markup=False, highlight=False, soft_wrap=True)
 
     def _elapsed(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
@@ -89,9 +88,7 @@ class Progress:
         self._view.steps = read_steps(self._context.dir.metrics / "steps.jsonl")
         for step in self._view.steps[self._shown_steps :]:
             self.say(f"step {step.get('step')} done")
-            table = Table(*(title for _, title in STEP_COLUMNS), box=None, pad_edge=False)
-            table.add_row(*(cell_text(step.get(key)) for key, _ in STEP_COLUMNS))
-            self._console.print(table, width=max(self._console.width, 150), highlight=False)
+            self._console.print(step_table(step), markup=False, highlight=False, soft_wrap=True)
         self._shown_steps = len(self._view.steps)
 
     def _draw(self) -> None:

@@ -91,6 +91,14 @@ def cell_text(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
+def step_table(step: dict[str, Any]) -> str:
+    """A step's numbers under their names, two aligned lines."""
+    cells = [(title, cell_text(step.get(key))) for key, title in STEP_COLUMNS]
+    widths = [max(len(title), len(value)) for title, value in cells]
+    rows = zip(*cells, strict=True)
+    return "\n".join("  ".join(text.rjust(w) for text, w in zip(row, widths, strict=True)) for row in rows)
+
+
 def switch_line(event: Event) -> str | None:
     """A line for a role switch, None for other events."""
     if event.kind != "role":

@@ -1,8 +1,14 @@
-"""A small agent: two turns, a reviewer sub-agent, a compaction and a turn after it. Every second call streams."""
+"""A small agent: two turns, a reviewer sub-agent, a compaction and a turn after it; some calls stream.
 
+On the task "patient" it asks on until the proxy has moved a call between engines, so that a cell leaves rollout while
+agents run, however fast the machine is.
+"""
+
+import json
 import os
 import pathlib
 import sys
+import urllib.request
 
 from openai import OpenAI
 
@@ -32,5 +38,10 @@ second = ask(history, stream=True)
 history.append({"role": "assistant", "content": second})
 review = ask([{"role": "system", "content": "review"}, {"role": "user", "content": second}], role="sub-agent")
 summary = ask([*history, {"role": "user", "content": "tell it in short"}], role="main-summary", stream=True)
+stats = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/gyre/stats"
+for turn in range(200 if "patient" in instruction else 0):
+    ask([{"role": "user", "content": f"{instruction} {turn}"}], role="sub-agent", stream=turn % 2 == 0)
+    if json.load(urllib.request.urlopen(stats, timeout=60))["calls_moved"]:  # noqa: S310
+        break
 final = ask([{"role": "user", "content": f"{instruction}\n{summary}\n{review}"}])
 pathlib.Path("answer.txt").write_text(final)

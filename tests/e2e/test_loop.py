@@ -33,10 +33,10 @@ STEPS, GROUPS, SIZE, PER_BURST = 4, 2, 4, 2
 
 
 def write_tasks(folder: Path) -> None:
-    for name in ("alpha", "beta", "gamma"):
+    for name in ("quick", "patient"):
         (folder / name / "tests").mkdir(parents=True)
         (folder / name / "task.toml").write_text('[metadata]\nartifacts = ["answer.txt"]\n')
-        (folder / name / "instruction.md").write_text(f"hello world, tell me about {name}")
+        (folder / name / "instruction.md").write_text(f"hello world, be {name}")
         (folder / name / "tests" / "verify.py").write_text(VERIFIER)
 
 
@@ -58,7 +58,7 @@ capacity = {GROUPS * SIZE}
 context_length = 1024
 max_running = 16
 [feed]
-tokens = 512
+tokens = 128
 [train]
 dtype = "bf16"
 checkpoint_every = 2
@@ -66,7 +66,7 @@ optimizer = {{ lr = 1e-3 }}
 [runner]
 tasks = "tasks"
 harness = ["{{python}}", "{HARNESS}", "{{instruction_file}}"]
-env = {{ MODEL = "{{model}}", OPENAI_BASE_URL = "{{base_url}}", OPENAI_API_KEY = "{{key}}" }}
+env = {{ MODEL = "{{model}}" }}
 budget = 300
 """)
     return config
@@ -111,7 +111,8 @@ def test_every_execution_ends_once(summary: dict, run: RunDir) -> None:
 
 def test_no_call_failed_and_some_moved(summary: dict, logs: list[Log]) -> None:
     assert summary["run"]["calls_failed"] == 0
-    assert summary["run"]["calls"] == sum(len(log.calls) for log in logs) == STEPS * GROUPS * SIZE * 5
+    assert summary["run"]["calls"] == sum(len(log.calls) for log in logs) > STEPS * GROUPS * SIZE * 5
+    assert any(len(call.attempts) > 1 for log in logs for call in log.calls)
     assert summary["run"]["calls_moved"] > 0
 
 

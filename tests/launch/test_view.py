@@ -1,6 +1,6 @@
 """What is printed while a run goes on."""
 
-from gyre_launch.view import View, cell_text, lines, switch_line
+from gyre_launch.view import STEP_COLUMNS, View, cell_text, lines, step_table, switch_line
 from gyre_sched.protocol import Backlog, CellStatus, Event, Role, Status
 
 
@@ -52,3 +52,11 @@ def test_step_cells() -> None:
     assert cell_text({"1": 3, "0": 5}) == "0:5 1:3"
     assert cell_text(0.123456) == "0.1235"
     assert cell_text(None) == "-"
+
+
+def test_a_step_is_two_aligned_lines() -> None:
+    names, values = step_table({"step": 1, "micro_steps": {"0": 12, "1": 9}, "loss": -0.25}).splitlines()
+    assert len(names) == len(values)
+    assert len(names.split()) == len(STEP_COLUMNS) + 1  # "grad norm" is two words
+    assert values.split()[0] == "1"
+    assert "0:12 1:9" in values
