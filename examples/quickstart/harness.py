@@ -18,7 +18,7 @@ from pathlib import Path
 
 from openai import OpenAI
 
-CODE_TOKENS, REVIEW_TOKENS, SUMMARY_TOKENS = 60, 16, 20
+CODE_TOKENS, REVIEW_TOKENS, SUMMARY_TOKENS = 48, 12, 16
 CHECK_SECONDS = 180.0
 
 # The example shows a small model the form of an answer.
@@ -68,7 +68,7 @@ def check() -> tuple[float, str, str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, check=True)
     passed, total = map(int, re.findall(r"passed (\d+) of (\d+)", done.stdout)[-1])
     file, _, failure = done.stdout.splitlines()[0].partition(": ")
-    return passed / total, file, failure[:80]
+    return passed / total, file, failure[:60]
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
         if turn == 2:
             messages = [{"role": "system", "content": REVIEWER}, {"role": "user", "content": f"{before}\n{failure}"}]
             note = ask(messages, REVIEW_TOKENS, stop=["\n", "```"], role="sub-agent")
-            request = f"{failure}. {note}\n{files[file]}"
+            request = f"{failure}. {note}\nWrite all of {file} again."
         else:
             messages = [*history, {"role": "user", "content": f"{failure}. Say why in one short sentence."}]
             note = ask(messages, SUMMARY_TOKENS, stop=["\n", "```"], role="main-summary")
