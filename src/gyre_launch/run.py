@@ -47,7 +47,7 @@ async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
     planned = plan(context.config_path, resolved.sched.cells, resolved.engine.start_timeout + 60)
     supervisor = Supervisor(context, planned, progress.say)
     loop = asyncio.get_running_loop()
-    main = asyncio.create_task(_main(supervisor))
+    main = asyncio.create_task(_main(supervisor, progress))
     stopped: list[signal.Signals] = []
 
     def interrupt(number: signal.Signals) -> None:
@@ -79,9 +79,16 @@ async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
     return result
 
 
-async def _main(supervisor: Supervisor) -> None:
+async def _main(supervisor: Supervisor, progress: Progress) -> None:
     await supervisor.start()
-    await supervisor.watch()
+    watch = asyncio.create_task(supervisor.watch())
+    try:
+        await asyncio.wait({watch, progress.halted}, return_when=asyncio.FIRST_COMPLETED)
+        if progress.halted.done():
+            raise RunFailed(f"the scheduler can dispatch nothing more: {progress.halted.result()}")
+        await watch
+    finally:
+        watch.cancel()
 
 
 def resumable(context: Context) -> str:

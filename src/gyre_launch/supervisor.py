@@ -8,14 +8,14 @@ stop:  runner (harnesses), cells (trainers save and export, engines end), then p
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from gyre_launch.errors import RunFailed
 from gyre_launch.plan import Planned
-from gyre_sched.protocol import AgentReply, StopCell
+from gyre_sched.protocol import AgentReply, Reply, Shutdown, StopCell
 from gyre_transport.bus import Client
 from gyre_transport.errors import BusError
 from gyre_transport.process import Child
@@ -66,6 +66,9 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Stop everything, in order; never raises for a process that is already gone."""
+        scheduler = self.children.get("scheduler")
+        if scheduler is not None and scheduler.returncode is None:
+            await self._tell("scheduler", Shutdown(reason="the run ends"), Reply, deadline=5.0)
         runner = self.children.get("runner")
         if runner is not None:
             await runner.stop()
@@ -77,8 +80,13 @@ class Supervisor:
 
     async def _stop_cell(self, cell: Child) -> None:
         if cell.returncode is None:
-            address = self._context.bus.address(cell.name.replace("cell", "agent"))
-            async with Client(address, AgentReply) as agent:
-                with contextlib.suppress(BusError):
-                    await agent.call(StopCell(), deadline=_EXPORT)
+            await self._tell(cell.name.replace("cell", "agent"), StopCell(), AgentReply, deadline=_EXPORT)
         await cell.stop()
+
+    async def _tell(self, service: str, request: Any, replies: Any, *, deadline: float) -> None:
+        """Ask a process to end its work well; one that does not answer is ended all the same."""
+        async with Client(self._context.bus.address(service), replies) as client:
+            try:
+                await client.call(request, deadline=deadline)
+            except BusError as e:
+                self._say(f"{service} did not confirm {type(request).__name__}: {e}")

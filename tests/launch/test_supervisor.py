@@ -29,18 +29,18 @@ def context(tmp_path: Path) -> Context:
 
 async def test_the_run_ends_with_the_runner(context: Context) -> None:
     said: list[str] = []
-    supervisor = Supervisor(context, [process("scheduler"), process("runner", "sys.exit(0)", 1)], said.append)
+    supervisor = Supervisor(context, [process("proxy"), process("runner", "sys.exit(0)", 1)], said.append)
     await supervisor.start()
     await supervisor.watch()
     await supervisor.stop()
-    assert said == ["starting scheduler", "starting runner"]
-    assert (context.dir.logs / "scheduler.log").read_text() == "stopped\n"
+    assert said == ["starting proxy", "starting runner"]
+    assert (context.dir.logs / "proxy.log").read_text() == "stopped\n"
     assert all(child.returncode == 0 for child in supervisor.children.values())
 
 
 @pytest.mark.parametrize(("name", "then"), [("feed", "sys.exit(0)"), ("runner", "print('no tasks'); sys.exit(3)")])
 async def test_an_early_end_fails_the_run_and_shows_the_log(context: Context, name: str, then: str) -> None:
-    supervisor = Supervisor(context, [process("scheduler"), process(name, then)], lambda _: None)
+    supervisor = Supervisor(context, [process("proxy"), process(name, then)], lambda _: None)
     await supervisor.start()
     with pytest.raises(RunFailed, match=f"{name} ended with exit code"):
         await supervisor.watch()
@@ -49,10 +49,10 @@ async def test_an_early_end_fails_the_run_and_shows_the_log(context: Context, na
 
 async def test_a_process_that_cannot_start_stops_the_others_of_its_stage(context: Context) -> None:
     broken = Planned(
-        name="proxy", argv=(sys.executable, "-c", "raise SystemExit('port 80 in use')"), stage=0, ready_within=30
+        name="feed", argv=(sys.executable, "-c", "raise SystemExit('port 80 in use')"), stage=0, ready_within=30
     )
-    supervisor = Supervisor(context, [process("scheduler"), broken], lambda _: None)
+    supervisor = Supervisor(context, [process("proxy"), broken], lambda _: None)
     with pytest.raises(ProcessError, match="port 80 in use"):
         await supervisor.start()
     await supervisor.stop()
-    assert "scheduler" not in supervisor.children or supervisor.children["scheduler"].returncode is not None
+    assert "proxy" not in supervisor.children or supervisor.children["proxy"].returncode is not None
