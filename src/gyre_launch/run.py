@@ -82,8 +82,9 @@ async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
 async def _main(supervisor: Supervisor, progress: Progress) -> None:
     await supervisor.start()
     watch = asyncio.create_task(supervisor.watch())
+    either: set[asyncio.Future[Any]] = {watch, progress.halted}
     try:
-        await asyncio.wait({watch, progress.halted}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if progress.halted.done():
             raise RunFailed(f"the scheduler can dispatch nothing more: {progress.halted.result()}")
         await watch
