@@ -58,6 +58,10 @@ def _guard(command: Callable[[], int]) -> int:
 def _serve(args: argparse.Namespace) -> int:
     import asyncio
 
+    from gyre_transport.process import follow_parent
+
+    follow_parent()
+
     from gyre_agent_proxy import serve
 
     if args.config is not None:

@@ -28,7 +28,7 @@ from gyre_agent_proxy.roles import Roles
 from gyre_agent_proxy.server import Server
 from gyre_agent_proxy.service import Service
 from gyre_transport.config import section
-from gyre_transport.process import follow_parent, ready
+from gyre_transport.process import ready
 from gyre_transport.run import BusConfig, Context
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,6 @@ async def until_stopped(url: str) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    follow_parent()
     ready(url=url)
     log.info("serving at %s", url)
     await stop.wait()

@@ -58,7 +58,9 @@ class Reader:
         meta = event.get("meta_info")
         if not isinstance(meta, dict):
             raise StreamError(f"expected meta_info in the engine's event, got keys {sorted(event)!r}")
-        total = meta.get("completion_tokens")
+        finish = meta.get("finish_reason")
+        aborted = isinstance(finish, dict) and finish.get("type") == "abort"
+        total = meta.get("completion_tokens", self.count if aborted else None)
         ids = event.get("output_ids")
         if not isinstance(total, int) or total < self.count:
             raise StreamError(f"expected completion_tokens of at least {self.count}, got {total!r}")
@@ -81,7 +83,6 @@ class Reader:
                 logprobs = [float(e[0]) for e in got]
         self._note_versions(meta, self.count, total)
         self.count = total
-        finish = meta.get("finish_reason")
         return Piece(
             ids=new,
             logprobs=logprobs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ class Vocabulary:
             raise ModelError(f"{str(file)!r} is not a tokenizer: {e}") from e
         self.hash = hashlib.sha256(raw.encode()).hexdigest()[:16]
         self.special = {str(t["content"]): int(t["id"]) for t in added}
-        self._names = {i: t for t, i in self.special.items()}
         stripping = {str(t["content"]): (bool(t.get("lstrip")), bool(t.get("rstrip"))) for t in added}
         self._stripping = {t: s for t, s in stripping.items() if any(s)}
         # Longest first: <|im_start|> before a token that is a part of it.
@@ -91,10 +90,6 @@ class Vocabulary:
         """The id of an added token, or None."""
         return self.special.get(token)
 
-    def name(self, token: int) -> str | None:
-        """The text of an added token's id, or None for an ordinary id."""
-        return self._names.get(token)
-
     def first_special(self, text: str) -> int | None:
         """The id of the first added token in `text`."""
         match = self._find.search(text) if self._find else None
@@ -104,17 +99,3 @@ class Vocabulary:
         """The vocabulary entry of any id, or None for an id the tokenizer does not know."""
         found: str | None = self._whole.id_to_token(token)
         return found
-
-    def size(self) -> int:
-        """Number of ids, added tokens included."""
-        return int(self._whole.get_vocab_size(with_added_tokens=True))
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of leading ids that `a` and `b` share."""
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
