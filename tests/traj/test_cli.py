@@ -68,6 +68,20 @@ def test_siblings_are_called_so(story, tmp_path: Path, capsys: pytest.CaptureFix
     assert "sampled again from the prompt of a" in capsys.readouterr().out
 
 
+def test_long_call_ids_are_cut_where_they_differ(story, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "e.gtraj"
+    with LogWriter(path) as writer:
+        writer.append(Header(execution="e"))
+        writer.append(story.call("0123456789abcdef", "sys task", "x"))
+        writer.append(story.call("0123456789xyzuvw", "sys task", "y"))
+    main(["inspect", str(path)])
+    out = capsys.readouterr().out
+    assert "sampled again from the prompt of 0123456789a\n" in out
+    assert "abcdef" not in out
+    main(["inspect", str(path), "--json"])
+    assert "0123456789abcdef" in capsys.readouterr().out
+
+
 def test_check_passes_a_sound_log(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(log)]) == 0
     out = capsys.readouterr().out

@@ -49,6 +49,10 @@ class TreeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe(tree: Tree) -> TreeReport:
     """Return the numbers of a tree."""
+    return _describe(tree, {call: call for call in tree.calls})
+
+
+def _describe(tree: Tree, names: dict[str, str]) -> TreeReport:
     siblings = _siblings(tree)
     roles: dict[str, list[int]] = {}
     for call in tree.calls.values():
@@ -62,19 +66,20 @@ def describe(tree: Tree) -> TreeReport:
         calls=len(tree.calls),
         undelivered=sum(not ok for ok in tree.delivered.values()),
         empty=sum(not call.output for call in tree.calls.values()),
-        untrainable=dict(tree.untrainable),
+        untrainable={names[call]: why for call, why in tree.untrainable.items()},
         versions=tree.versions,
         tokens_total=tree.tokens_total,
         tokens_unique=tree.tokens_unique,
         trainable=tree.trainable,
         roles=tuple(RoleReport(role=r, calls=n[0], sampled=n[1], trainable=n[2]) for r, n in roles.items()),
-        leaves=tuple(_leaf(tree, leaf, siblings) for leaf in tree.leaves),
+        leaves=tuple(_leaf(tree, leaf, siblings, names) for leaf in tree.leaves),
     )
 
 
 def render(tree: Tree) -> str:
     """Draw a tree as text: a line for each run of turns without a branch, then a table of its leaves."""
-    report = describe(tree)
+    names = _short_names(tree)
+    report = _describe(tree, names)
     lines = [
         f"execution {report.execution}",
         f"  calls     {report.calls}: {report.undelivered} undelivered, {report.empty} empty, "
@@ -86,7 +91,7 @@ def render(tree: Tree) -> str:
             for role in report.roles
         ),
         "",
-        *_draw(tree),
+        *_draw(tree, names),
         "",
         *_table(
             ("leaf", "role", "turns", "tokens", "trainable", "versions", "why"),
@@ -108,6 +113,14 @@ def render(tree: Tree) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def _short_names(tree: Tree) -> dict[str, str]:
+    """Call ids cut to their first 8 characters, or as many more as tell them apart."""
+    length = 8
+    while len({call[:length] for call in tree.calls}) < len(tree.calls):
+        length += 1
+    return {call: call[:length] for call in tree.calls}
+
+
 def _siblings(tree: Tree) -> dict[int, list[Node]]:
     """Children of each node by id(), older first; those of the root under id(None)."""
     view = tree.view()
@@ -119,40 +132,41 @@ def _siblings(tree: Tree) -> dict[int, list[Node]]:
     return children
 
 
-def _leaf(tree: Tree, leaf: Node, siblings: dict[int, list[Node]]) -> LeafReport:
+def _leaf(tree: Tree, leaf: Node, siblings: dict[int, list[Node]], names: dict[str, str]) -> LeafReport:
     assert leaf.call is not None  # noqa: S101 - a leaf is an output
     path = leaf.path()
     versions = {s.version for node in path if node.call for s in node.call.versions if s.end > s.start}
     return LeafReport(
-        call=leaf.call.call,
+        call=names[leaf.call.call],
         role=leaf.role,
         turns=len({node.call.call for node in path if node.call}),
         tokens=leaf.start + len(leaf.ids),
         trainable=sum(node.trainable for node in path),
         versions=tuple(sorted(versions)),
         delivered=tree.delivered[leaf.call.call],
-        why=_why(path, siblings),
+        why=_why(path, siblings, names),
     )
 
 
-def _why(path: tuple[Node, ...], siblings: dict[int, list[Node]]) -> str:
+def _why(path: tuple[Node, ...], siblings: dict[int, list[Node]], names: dict[str, str]) -> str:
     """The deepest branching at which the path is not the oldest way on."""
     for i in reversed(range(len(path))):
         node, parent = path[i], path[i - 1] if i else None
         group = siblings[id(parent)]
         if group[0] is node:
             continue
+        elder = names[_first_call(group[0], siblings)]
         if parent is None:
             return "a context of its own: its prompt repeats nothing"
         if node.call is not None and not node.offset:
-            return f"sampled again from the prompt of {_first_call(group[0], siblings)}"
+            return f"sampled again from the prompt of {elder}"
         if parent.call is None:
-            return f"prompt departs from that of {_first_call(group[0], siblings)} at token {node.start}"
+            return f"prompt departs from that of {elder} at token {node.start}"
         kept, size = parent.offset + len(parent.ids), len(parent.call.output) // 4
         if kept < size:
             which = "rest of it" if node.call is not None else "prompt departs inside it"
-            return f"output of {parent.call.call}, {kept} of {size} tokens in: {which}"
-        return f"continues {parent.call.call} otherwise than {_first_call(group[0], siblings)}"
+            return f"output of {names[parent.call.call]}, {kept} of {size} tokens in: {which}"
+        return f"continues {names[parent.call.call]} otherwise than {elder}"
     return "first"
 
 
@@ -162,7 +176,7 @@ def _first_call(node: Node, siblings: dict[int, list[Node]]) -> str:
     return node.call.call
 
 
-def _draw(tree: Tree) -> Iterator[str]:
+def _draw(tree: Tree, names: dict[str, str]) -> Iterator[str]:
     siblings = _siblings(tree)
     stack = [(node, "", i == 0) for i, node in enumerate(reversed(siblings.get(id(None), [])))]
     while stack:
@@ -170,20 +184,20 @@ def _draw(tree: Tree) -> Iterator[str]:
         run = [node]
         while len(below := siblings.get(id(run[-1]), [])) == 1:
             run.append(below[0])
-        yield f"{indent}{'└─' if last else '├─'} {_line(run)}"
+        yield f"{indent}{'└─' if last else '├─'} {_line(run, names)}"
         inner = indent + ("   " if last else "│  ")
         stack.extend((child, inner, i == 0) for i, child in enumerate(reversed(below)))
 
 
-def _line(run: list[Node]) -> str:
-    calls = list(dict.fromkeys(node.call.call for node in run if node.call))
+def _line(run: list[Node], names: dict[str, str]) -> str:
+    calls = list(dict.fromkeys(names[node.call.call] for node in run if node.call))
     roles = list(dict.fromkeys(node.role for node in run if node.call))
-    names = ", ".join(calls) if len(calls) <= 3 else f"{calls[0]} … {calls[-1]}"
+    which = ", ".join(calls) if len(calls) <= 3 else f"{calls[0]} … {calls[-1]}"
     tokens, trainable = sum(len(node.ids) for node in run), sum(node.trainable for node in run)
     turns = f"{len(calls)} turn{'s' if len(calls) != 1 else ''}" if calls else "context"
     parts = (
         turns,
-        names,
+        which,
         "/".join(roles),
         f"{tokens:,} token{'s' if tokens != 1 else ''}",
         f"{trainable:,} trainable" if trainable else "",
