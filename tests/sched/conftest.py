@@ -42,3 +42,9 @@ def trained() -> Any:
 def new_bench() -> Any:
     """A running service and clients of it; `new_bench(service)`."""
     return _part("bench").Bench
+
+
+@pytest.fixture(scope="session")
+def heard() -> Any:
+    """A scheduler that remembers what it is told; `heard()` in the loop that serves it."""
+    return _part("heard").Heard

@@ -125,6 +125,7 @@ class CellAgent:
 
     async def _enter_training(self) -> None:
         end = time.monotonic() + self._sched.enter_timeout * _MARGIN
+        self.trainer.require()
         self._role = "between"
         await self.engine.release()
         try:

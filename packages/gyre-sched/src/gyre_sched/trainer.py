@@ -81,6 +81,11 @@ class TrainerHost:
             self.want = want
             self._news.notify_all()
 
+    def require(self) -> None:
+        """Raise `TrainerError` when the trainer was given up: it will never enter again."""
+        if self._given_up:
+            raise TrainerError(f"{self.name} {self.detail}")
+
     async def become(self, want: str, *, deadline: float) -> None:
         """Order `want` and wait until the trainer is that. A trainer that has ended counts as idle: it holds nothing.
 
@@ -99,8 +104,8 @@ class TrainerHost:
                 f"{self.name} was ordered {want!r} and is {self.state!r} after {deadline:g} s; see "
                 f"{str(self._log_file)!r}"
             ) from None
-        if self._given_up and want != "idle":
-            raise TrainerError(f"{self.name} {self.detail}")
+        if want != "idle":
+            self.require()
 
     # --- the process ------------------------------------------------------------------------------------------------
 
