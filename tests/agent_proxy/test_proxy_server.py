@@ -198,11 +198,15 @@ async def test_unknown_fields_are_kept_in_the_record(bench):
     await bench.engine()
     async with bench.proxy() as proxy, client(proxy) as api:
         headers = {"x-gyre-role": "sub-agent"}
-        await text_of(api, ASK, extra_body={"odd": {"x": [1]}}, user="u", extra_headers=headers)
+        await text_of(
+            api, ASK, extra_body={"odd": {"x": [1]}, "huge": 10**30, "gyre": 1}, user="u", extra_headers=headers
+        )
     (path,) = bench.calls.glob("*.gtraj")
     (call,) = read_log(path).calls
     assert call.request["odd"] == {"x": [1]}
     assert call.request["user"] == "u"
+    assert float(call.request["huge"]) == 1e30
+    assert set(call.request["gyre"]) == {"key", "depth", "digest", "reply"}
     assert call.role == "sub-agent"
     assert call.sampling["temperature"] == 1.0
 

@@ -17,70 +17,44 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gyre_agent_proxy.client import EngineClient
 from gyre_agent_proxy.config import ProxyConfig
 from gyre_agent_proxy.conversation import Sampling
 from gyre_agent_proxy.engines import EngineState, Pool
 from gyre_agent_proxy.errors import EngineError, EngineRefused, NoEngine
 from gyre_agent_proxy.metrics import Metrics
-from gyre_agent_proxy.stream import Events, Reader, StreamError, version_number
+from gyre_agent_proxy.output import Output
+from gyre_agent_proxy.stream import Reader, StreamError, version_number
 from gyre_agent_proxy.vocabulary import Vocabulary
 from gyre_traj.records import Attempt, Span
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Output:
-    """What was sampled so far; grows only, but for a stop string found across a cut."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = field(default_factory=list)  # None: some were missing, the call is not trainable
-    versions: list[Span] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
-    finish: str = ""  # stop | length | abort | error
-    matched: int | str | None = None
-    cached: int = 0  # prompt tokens the first engine had cached
-
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens."""
-        gone = len(self.ids) - length
-        del self.ids[length:]
-        if self.logprobs is not None:
-            del self.logprobs[length:]
-        self.versions = [Span(s.version, s.start, min(s.end, length)) for s in self.versions if s.start < length]
-        if self.attempts and gone:
-            last = self.attempts[-1]
-            self.attempts[-1] = msgspec.structs.replace(last, tokens=last.tokens - gone)
-
-
 class Engines:
-    """What every generation needs: the pool, one HTTP session, limits, counters and whom to tell of a lost engine."""
+    """What every generation needs: the pool, a client, limits, counters and whom to tell of a lost engine."""
 
     def __init__(
         self,
         pool: Pool,
-        session: aiohttp.ClientSession,
+        client: EngineClient,
         config: ProxyConfig,
         metrics: Metrics,
         vocabulary: Vocabulary,
-        stop_ids: tuple[int, ...],
         lost: Callable[[str, str], None] = lambda engine, detail: None,
     ) -> None:
         self.pool = pool
-        self.session = session
+        self.client = client
         self.config = config
         self.metrics = metrics
         self.vocabulary = vocabulary
-        self.stop_ids = stop_ids
         self.lost = lost
 
 
@@ -214,7 +188,7 @@ class Generation:
             return f"error: {type(e).__name__}: {e}"
         except StreamError as e:
             with contextlib.suppress(Exception):
-                await self._post_abort(state.route.url, rid)
+                await self._e.client.abort(state.route.url, rid)
             return f"error: {e}"
         finally:
             for task in (reading, leaving):
@@ -224,7 +198,11 @@ class Generation:
     async def _read(self, state: EngineState, rid: str, base: int) -> str:
         out, reader, default = self.output, Reader(), state.route.version
         spans = list(out.versions)
-        async for event in self._events(state.route.url, rid, base):
+        left = self._sampling.max_tokens - base
+        events = self._e.client.generate(
+            state.route.url, rid, self._prompt + out.ids, self._sampling, left, fresh=base == 0
+        )
+        async for event in events:
             piece = reader.read(event)
             if base == 0 and piece.cached:
                 out.cached = piece.cached
@@ -241,7 +219,7 @@ class Generation:
                 return self._finished(piece.finish, base)
             if piece.ids:
                 if self._stop_across(base) is not None:
-                    await self._post_abort(state.route.url, rid)
+                    await self._e.client.abort(state.route.url, rid)
                     return "stop"
                 self._progress()
         return "error: the stream ended without a finish reason"
@@ -262,45 +240,6 @@ class Generation:
         out.finish, out.matched = kind, finish.get("matched")
         return kind
 
-    async def _events(self, url: str, rid: str, base: int) -> AsyncIterator[dict[str, Any]]:
-        config = self._e.config
-        body = {
-            "input_ids": self._prompt + self.output.ids,
-            "sampling_params": sampling_params(
-                self._sampling, self._sampling.max_tokens - len(self.output.ids), self._e.stop_ids
-            ),
-            "return_logprob": True,
-            "logprob_start_len": -1,
-            "stream": True,
-            "rid": rid,
-        }
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout, sock_read=config.silence)
-        async with self._e.session.post(
-            f"{url}/generate",
-            data=msgspec.json.encode(body),
-            headers={"content-type": "application/json"},
-            timeout=timeout,
-        ) as response:
-            if response.status != 200:
-                text = (await response.text())[:500]
-                if response.status == 400 and not self.output.ids:
-                    raise EngineRefused(f"the engine refused the request: {_message(text)}")
-                raise StreamError(f"expected status 200 from the engine, got {response.status}: {text}")
-            events = Events()
-            async for raw in response.content.iter_any():
-                for payload in events.feed(raw):
-                    if payload == b"[DONE]":
-                        return
-                    try:
-                        event = msgspec.json.decode(payload, type=dict[str, Any])
-                    except msgspec.DecodeError as e:
-                        raise StreamError(f"the engine's event is not a JSON object: {e}") from e
-                    if "error" in event:
-                        if not self.output.ids:
-                            raise EngineRefused(f"the engine refused the request: {_message(payload.decode())}")
-                        raise StreamError(f"the engine reported: {_message(payload.decode())}")
-                    yield event
-
     async def _abort(self, url: str, rid: str, until: asyncio.Task[str]) -> None:
         """Abort `rid` at its engine until the stream has ended, at most `abort_wait` seconds.
 
@@ -309,15 +248,10 @@ class Generation:
         end = time.monotonic() + self._e.config.abort_wait
         while not until.done() and time.monotonic() < end:
             try:
-                await self._post_abort(url, rid)
+                await self._e.client.abort(url, rid)
             except (aiohttp.ClientError, OSError, TimeoutError):
                 return  # the engine is gone; its connection will say so
             await asyncio.wait({until}, timeout=0.25)
-
-    async def _post_abort(self, url: str, rid: str) -> None:
-        timeout = aiohttp.ClientTimeout(total=self._e.config.connect_timeout)
-        async with self._e.session.post(f"{url}/abort_request", json={"rid": rid}, timeout=timeout) as response:
-            await response.read()
 
     def _stop_across(self, base: int) -> tuple[int, str] | None:
         """(length, stop) where a stop string begins before token `base` and ends after it; None if there is none."""
@@ -349,37 +283,3 @@ class Generation:
             text = self._e.vocabulary.decode(self.output.ids[-reach:])
             if (stop := next((s for s in self._sampling.stop if s in text), None)) is not None:
                 self.output.finish, self.output.matched = "stop", stop
-
-
-def sampling_params(sampling: Sampling, max_new_tokens: int, stop_ids: tuple[int, ...]) -> dict[str, Any]:
-    """SGLang's sampling parameters."""
-    found: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        # Neutral, so that no default of the model's folder changes the distribution that is recorded.
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
-    }
-    if sampling.stop:
-        found["stop"] = list(sampling.stop)
-    if stop_ids:
-        found["stop_token_ids"] = list(stop_ids)
-    for name in ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        if (value := getattr(sampling, name)) is not None:
-            found[name] = value
-    if sampling.seed is not None:
-        found["sampling_seed"] = sampling.seed
-    return found
-
-
-def _message(text: str) -> str:
-    """The message inside an engine's error body."""
-    try:
-        error = msgspec.json.decode(text.encode()).get("error")
-        return str(error["message"] if isinstance(error, dict) else error)[:500]
-    except (msgspec.DecodeError, AttributeError, KeyError):
-        return text[:500]

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from gyre_agent_proxy.client import EngineClient
 from gyre_agent_proxy.config import ModelConfig, ProxyConfig
 from gyre_agent_proxy.dialects.base import Defaults
 from gyre_agent_proxy.engines import Pool
@@ -69,7 +70,8 @@ async def proxy(
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        engines = Engines(pool, session, config, counters, renderer.vocabulary, renderer.stop_ids)
+        client = EngineClient(session, renderer.stop_ids, connect=config.connect_timeout, silence=config.silence)
+        engines = Engines(pool, client, config, counters, renderer.vocabulary)
         recorder = Recorder(calls, model=model.name, tokenizer_hash=renderer.vocabulary.hash)
         service = Service(renderer, engines, recorder, roles)
         server = Server(

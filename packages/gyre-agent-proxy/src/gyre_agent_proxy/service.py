@@ -12,33 +12,25 @@ import uuid
 from collections.abc import Mapping
 
 import msgspec
-import numpy as np
 
 from gyre_agent_proxy.attempt import Attempt
-from gyre_agent_proxy.conversation import Conversation, Message, Reply, Request, Sampling, ToolCall, digest
+from gyre_agent_proxy.conversation import Conversation, Reply, Request, Sampling, ToolCall
 from gyre_agent_proxy.errors import EngineError, ExecutionEnded, NoEngine, ProxyError, RecordError, TooBusy, TooLong
-from gyre_agent_proxy.generate import Engines, Generation, Output, sampling_params
+from gyre_agent_proxy.generate import Engines, Generation
 from gyre_agent_proxy.history import History, Node, Plan
+from gyre_agent_proxy.memo import call_of, node_of, recorded
+from gyre_agent_proxy.output import Output
 from gyre_agent_proxy.recorder import Recorder
 from gyre_agent_proxy.render import Renderer
 from gyre_agent_proxy.roles import Roles
 from gyre_traj.log import Log
-from gyre_traj.records import Call, Delivered, pack_ids, pack_logprobs, unpack_ids
+from gyre_traj.records import Delivered
 
 log = logging.getLogger(__name__)
 
 _NOTHING = Conversation(messages=())
 _SAMPLING = Sampling(max_tokens=1)
 _KEPT = 64  # undelivered answers kept for a repeated request, per execution
-
-
-class Memo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a `Call` record carries under request["gyre"]: enough to rebuild the history after a restart."""
-
-    key: str  # of the prefix that ends with the answer
-    depth: int
-    digest: str
-    reply: Reply
 
 
 class Execution:
@@ -196,26 +188,7 @@ class Service:
 
     def _rebuild(self, execution: Execution, before: Log) -> None:
         """Continue an execution whose calls an earlier proxy recorded."""
-        nodes: dict[str, Node] = {}
-        for call in before.calls:
-            if call.finish not in ("stop", "length") or "gyre" not in call.request:
-                continue
-            if call.parent is not None and call.parent not in nodes:
-                log.error(
-                    "%s: call %s continues call %s, which its log does not hold", execution.name, call.call, call.parent
-                )
-                continue
-            memo = msgspec.convert(call.request["gyre"], Memo)
-            node = Node(
-                call=call.call,
-                parent=nodes[call.parent] if call.parent is not None else None,
-                key=bytes.fromhex(memo.key),
-                depth=memo.depth,
-                message=_answer(memo.reply),
-                prompt=unpack_ids(call.prompt),
-                output=unpack_ids(call.output),
-            )
-            nodes[call.call] = node
+        for call, node, memo in recorded(before):
             execution.history.insert(node)
             if not before.delivered.get(call.call):
                 request = Request(
@@ -224,7 +197,7 @@ class Service:
                 attempt = Attempt(call.call, request, call.role, memo.reply.created, 0.0)
                 attempt.settle(memo.reply)
                 execution.attempts[memo.digest] = attempt
-        log.info("%s: continued from its log, %d calls", execution.name, len(nodes))
+        log.info("%s: continued from its log, %d calls", execution.name, execution.history.calls)
 
     def _count(self, plan: Plan, request: Request, known: bool) -> None:
         self.metrics.add("unknown_roles", not known)
@@ -301,47 +274,21 @@ class Service:
 
     def _record(self, execution: Execution, attempt: Attempt, plan: Plan, output: Output, reply: Reply | None) -> Node:
         """Write the call to its log and return its node. Raises `RecordError`."""
-        request, message = attempt.request, _answer(reply)
-        node = Node(
-            call=attempt.call,
-            parent=plan.parent,
-            key=plan.answered(message),
-            depth=plan.depth + 1,
-            message=message,
-            prompt=plan.prompt[plan.prefix :].copy(),
-            output=np.asarray(output.ids, np.uint32),
-        )
-        kept = {**request.other, "model": request.model}
-        if reply is not None:
-            memo = Memo(key=node.key.hex(), depth=node.depth, digest=request.digest, reply=reply)
-            kept["gyre"] = msgspec.to_builtins(memo)
-        trainable = output.logprobs is not None and len(output.logprobs) == len(output.ids)
-        record = Call(
-            call=attempt.call,
-            execution=execution.name,
-            role=attempt.role,
-            dialect=request.dialect,
-            parent=plan.parent.call if plan.parent is not None else None,
-            prefix=plan.prefix,
-            prompt=pack_ids(node.prompt),
-            inserted=plan.inserted,
-            output=pack_ids(node.output),
-            logprobs=pack_logprobs(output.logprobs) if trainable and output.logprobs is not None else b"",
-            versions=tuple(output.versions),
-            finish=output.finish,
-            matched_stop=output.matched,
-            attempts=tuple(output.attempts),
-            sampling=sampling_params(request.sampling, request.sampling.max_tokens, self._engines.stop_ids),
-            tools_hash=digest(msgspec.json.encode(request.conversation.tools)).hex(),
+        node = node_of(attempt.call, plan, output, reply)
+        call = call_of(
+            execution.name,
+            attempt,
+            node,
+            plan,
+            output,
+            reply,
+            stop_ids=self._renderer.stop_ids,
             template_hash=self._renderer.hash,
-            request=kept,
-            started=attempt.started,
-            ended=round(time.time(), 3),
         )
-        self._recorder.append(execution.name, record)
+        self._recorder.append(execution.name, call)
         self.metrics.add("calls")
         self.metrics.add("calls_moved", len({a.engine for a in output.attempts}) > 1)
-        self.metrics.add("calls_untrainable", not trainable)
+        self.metrics.add("calls_untrainable", not call.logprobs)
         self.metrics.add("prompt_tokens", len(plan.prompt))
         self.metrics.add("completion_tokens", len(output.ids))
         return node
@@ -355,9 +302,3 @@ class Service:
 
 def _call_id() -> str:
     return uuid.uuid4().hex[:24]
-
-
-def _answer(reply: Reply | None) -> Message:
-    if reply is None:
-        return Message(role="assistant")
-    return Message(role="assistant", text=reply.text, reasoning=reply.reasoning, calls=reply.calls)
