@@ -102,8 +102,7 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """A tree that stays whole: rows of one execution in the order of their ids, each with what it shares with the one
-    before."""
+    """A tree that stays whole: rows in the order of their ids, each with what it shares with the one before."""
 
     rows: tuple[Row, ...]
     shared: tuple[int, ...]  # ids of row i that row i - 1 laid out already; 0 for the first
@@ -120,14 +119,13 @@ def pack_rows(rows: Sequence[Row], budget: int) -> list[Packed]:
 
 
 def pack_forests(rows: Sequence[Row], budget: int) -> list[Packed]:
-    """As `pack_rows`, but rows of one execution share their prefixes: a shared token is laid out once a micro-step.
+    """As `pack_rows`, but rows share their prefixes: a shared token is laid out once a micro-step.
 
-    A tree larger than the budget is cut between rows, its prefix repeated as context. Raises `BadRow`.
+    The branches of an execution share what they have in common, and so do the executions of a group, and groups under
+    one system prompt. Each keeps its own targets: a token that two executions sampled alike is computed once and is a
+    target of both. A tree larger than the budget is cut between rows, its prefix repeated as context. Raises `BadRow`.
     """
-    trees: dict[str, list[Row]] = {}
-    for row in _trimmed(rows, budget):
-        trees.setdefault(row.execution, []).append(row)
-    return _pack([piece for tree in trees.values() for piece in _cut(tree, budget)], budget)
+    return _pack(_cut(_trimmed(rows, budget), budget), budget)
 
 
 def _trimmed(rows: Sequence[Row], budget: int) -> list[Row]:
