@@ -52,6 +52,7 @@ def context(tmp_path: Path) -> Iterator[Context]:
             [bus]
             dir = "{sockets}"
             [feed]
+            layout = "rows"
             tokens = 30
             j_max = 3
             lease_s = 30.0

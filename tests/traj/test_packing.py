@@ -64,9 +64,19 @@ def test_two_samples_of_the_same_ids_are_two_targets_of_one_token() -> None:
     assert arrays.trajectory.tolist() == [0, 1]
 
 
-def test_executions_do_not_share_prefixes() -> None:
-    (packed,) = pack_forests([row("abC", 0, "e"), row("abC", 1, "f")], 10)
-    assert packed.tokens == 6
+def test_executions_share_a_prefix_and_keep_their_own_targets() -> None:
+    (packed,) = pack_forests([row("abCd", 0, "e", 0.5, 1.0), row("abCX", 1, "f", 0.25, -1.0)], 10)
+    arrays = packed.arrays()
+    assert letters(arrays.ids) == "abcx"
+    assert letters(arrays.target) == "ccx"
+    assert [packed.executions[i] for i in arrays.execution] == ["e", "f", "f"]
+    assert arrays.advantage.tolist() == [1, -1, -1]
+    assert arrays.weight.tolist() == [0.5, 0.25, 0.25]
+
+
+def test_executions_under_one_prompt_cost_it_once() -> None:
+    (packed,) = pack_forests([row("abcdE", 0, "e"), row("xY", 1, "g"), row("abcdF", 2, "f")], 12)
+    assert packed.tokens == 4 + 1 + 1 + 2
 
 
 def test_tails_without_targets_are_dropped() -> None:

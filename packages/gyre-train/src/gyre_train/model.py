@@ -2,7 +2,7 @@
 
 A packed micro-step is a forest laid out depth first. Token i stands at `position[i]` of its path and attends to j iff
 `j <= i < end[j]`; that one rule covers separate rows, shared prefixes and branches. So RoPE follows given positions
-instead of indices, and attention takes any boolean mask.
+instead of indices, and attention follows `end`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,29 @@ def frequencies(arch: Architecture) -> torch.Tensor:
     return (1 - smooth) * plain / rope.factor + smooth * plain
 
 
-class ForestAttention(MegatronModule):  # type: ignore[misc]
-    """Core attention over a boolean mask that is True where attending is allowed (Megatron's own means the opposite).
+def trees(end: torch.Tensor) -> list[tuple[int, int, torch.Tensor | None]]:
+    """The trees of a forest: (first index, index after the last, mask), the mask None where the tree is a plain row.
 
-    query [s, b, heads, d], key and value [s, b, groups, d], mask [1, 1, s, s] -> [s, b, heads * d]
+    end: int64 [n] on the CPU. A mask is bool [m, m], True where row i may attend to column j: `j <= i < end[j]`.
+    """
+    found: list[tuple[int, int, torch.Tensor | None]] = []
+    start, n = 0, end.numel()
+    while start < n:
+        stop = int(end[start])
+        inner = end[start:stop]
+        mask = None
+        if not bool((inner == stop).all()):
+            index = torch.arange(start, stop)
+            mask = (index[None, :] <= index[:, None]) & (index[:, None] < inner[None, :])
+        found.append((start, stop, mask))
+        start = stop
+    return found
+
+
+class ForestAttention(MegatronModule):  # type: ignore[misc]
+    """Core attention over a forest, tree by tree: tokens of different trees never meet, so the cost is Σ m² and not n².
+
+    query [n, 1, heads, d], key and value [n, 1, groups, d]; in a mask's place `end` [n] on the CPU -> [n, 1, heads * d]
     """
 
     def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
@@ -55,8 +74,18 @@ class ForestAttention(MegatronModule):  # type: ignore[misc]
         repeat = q.size(1) // k.size(1)
         if repeat > 1:
             k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, scale=self._scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        parts = [
+            F.scaled_dot_product_attention(
+                q[:, :, start:stop],
+                k[:, :, start:stop],
+                v[:, :, start:stop],
+                attn_mask=None if mask is None else mask.to(q.device),
+                is_causal=mask is None,
+                scale=self._scale,
+            )
+            for start, stop, mask in trees(attention_mask)
+        ]
+        return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(2)
 
 
 class Policy(GPTModel):  # type: ignore[misc]
@@ -87,7 +116,7 @@ class Policy(GPTModel):  # type: ignore[misc]
         self,
         ids: torch.Tensor,
         position: torch.Tensor,
-        mask: torch.Tensor,
+        end: torch.Tensor,
         source: torch.Tensor,
         target: torch.Tensor,
         *,
@@ -96,7 +125,7 @@ class Policy(GPTModel):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Log-probability of `target[k]` as the token after index `source[k]`; float32 [m].
 
-        ids, position: int64 [n]. mask: bool [n, n], see `gyre_traj.torch.dense_mask`. source, target: int64 [m].
+        ids, position, end: int64 [n], `end` on the CPU. source, target: int64 [m].
         temperature: float32 [m], what the logits of each target are divided by, as its sampler did (None: 1).
         Logits exist for `chunk` targets at a time, in the backward pass too.
         """
@@ -116,7 +145,7 @@ class Policy(GPTModel):  # type: ignore[misc]
             ]
             return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
 
-        out: torch.Tensor = self(ids[None], position[None], mask[None, None], output_processor=gather)
+        out: torch.Tensor = self(ids[None], position[None], end, output_processor=gather)
         return out
 
 

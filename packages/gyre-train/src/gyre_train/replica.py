@@ -27,7 +27,7 @@ from gyre_train.config import TrainConfig
 from gyre_train.errors import CheckpointError, LayoutMismatch, NonFinite, TrainError
 from gyre_train.schedule import learning_rate
 from gyre_traj.packing import Packed
-from gyre_traj.torch import LossConfig, dense_mask, loss_sum
+from gyre_traj.torch import LossConfig, loss_sum
 
 cpu.prepare()
 
@@ -109,16 +109,9 @@ class Replica:
             torch.from_numpy(a.astype(np.int64)).to(device)
             for a in (arrays.ids, arrays.position, arrays.source, arrays.target)
         )
-        mask = dense_mask(packed, device)
-        return self.policy.log_probs(
-            ids,
-            position,
-            mask,
-            source,
-            target,
-            temperature=torch.from_numpy(arrays.temperature.copy()).to(device),
-            chunk=self.config.logit_chunk,
-        )
+        end = torch.from_numpy(arrays.end.astype(np.int64))
+        chunk = self.config.logit_chunk
+        return self.policy.log_probs(ids, position, end, source, target, chunk=chunk)  # type: ignore[no-any-return]
 
     def accumulate(self, packed: Packed) -> tuple[float, dict[str, float]]:
         """Add the gradient of Σ w·ℓ over `packed`'s targets to the sums; returns (Σ w·ℓ, metrics as of

@@ -20,9 +20,7 @@ class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     skip_zero_advantage: bool = True
     lease_s: float = 15.0  # a trainer not heard for so long loses its micro-steps
     group_timeout: float | None = None  # seconds from a group's first member until it goes on without those missing
-    layout: Literal["rows", "forests"] = (
-        "rows"  # forests: an execution's trajectories share their prefixes in a micro-step
-    )
+    layout: Literal["rows", "forests"] = "forests"  # forests: what trajectories share is computed once a micro-step
     max_groups: int = 4096  # groups held that no batch has trained yet; beyond, submissions are refused
 
     def __post_init__(self) -> None:
