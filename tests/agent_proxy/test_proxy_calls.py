@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
 import openai
 import pytest
 
+from gyre_agent_proxy.dialects import chat
+from gyre_agent_proxy.dialects.base import Defaults
 from gyre_traj.log import read_log
 from gyre_traj.records import unpack_ids, unpack_logprobs
 
@@ -188,3 +191,40 @@ async def test_stop_strings_and_length(bench, stream):
     assert child.parent == cut.call
     (span,) = child.inserted
     assert bench.renderer.vocabulary.decode(unpack_ids(child.prompt)[slice(*span)]) == "<|im_end|>\n"
+
+
+@pytest.mark.parametrize("said", ["the code\n```rest", "```", "", " \n```"])
+async def test_a_turn_ended_by_a_stop_string_is_continued_as_it_was_sampled(bench, said):
+    engine = await bench.engine()
+    bench.brain.says(said)
+    async with bench.proxy() as proxy, client(proxy) as api:
+        ask = [{"role": "user", "content": "hi"}]
+        text, *_ = await answer(api, ask, stream=False, stop=["```"])
+        assert text == said.partition("```")[0]
+        # The harness gives the turn back trimmed.
+        await answer(api, [*ask, {"role": "assistant", "content": text.strip()}, *ask], stream=False)
+    first, child = only_log(bench).calls
+    assert child.parent == first.call
+    sampled = unpack_ids(first.output).tolist()
+    prompt = engine.requests[1]["input_ids"]
+    assert prompt[child.prefix - len(sampled) : child.prefix] == sampled
+    (span,) = child.inserted
+    closing = bench.renderer.vocabulary.decode(unpack_ids(child.prompt)[slice(*span)])
+    assert closing == ("\n" if sampled[-1] == 2 else "<|im_end|>\n")
+
+
+async def test_an_answer_on_its_way_out_is_recorded_as_delivered_before_the_log_is_closed(bench):
+    await bench.engine()
+    request = chat.read_request(b'{"messages": [{"role": "user", "content": "hi"}]}', Defaults())
+    async with bench.proxy() as proxy:
+        attempt = proxy.service.submit("e1", request, {})
+        async with attempt.waiting():  # a connection that is being written to
+            await attempt.reply
+            closing = asyncio.create_task(proxy.service.close("e1"))  # the harness has its answer and has ended
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not closing.done()
+            proxy.service.delivered("e1", attempt, ok=True)
+        assert await closing == 1
+    log = only_log(bench)
+    assert log.delivered == {log.calls[0].call: True}
