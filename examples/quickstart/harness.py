@@ -18,7 +18,7 @@ from pathlib import Path
 
 from openai import OpenAI
 
-CODE_TOKENS, REVIEW_TOKENS, SUMMARY_TOKENS = 48, 12, 16
+FUNCTION_TOKENS, REVIEW_TOKENS, SUMMARY_TOKENS = 24, 12, 16
 CHECK_SECONDS = 180.0
 
 # The example shows a small model the form of an answer.
@@ -53,10 +53,11 @@ def ask(messages: list[Message], tokens: int, stop: list[str], role: str | None 
     return reply.choices[0].message.content or ""
 
 
-def ask_code(history: list[Message], request: str) -> str:
-    """Ask the main agent for code; request and answer join the history."""
+def ask_code(history: list[Message], request: str, wanted: str) -> str:
+    """Ask the main agent for the code that the spec `wanted` describes; request and answer join the history."""
+    functions = len(re.findall(r"^\d+\.", wanted, re.MULTILINE))
     history.append({"role": "user", "content": request})
-    answer = ask(history, CODE_TOKENS, stop=["\n```"])
+    answer = ask(history, 4 + FUNCTION_TOKENS * functions, stop=["\n```"])
     history.append({"role": "assistant", "content": answer})
     found = re.search(r"```\w*\n(.*)", answer, re.DOTALL)
     return found.group(1) if found else answer
@@ -79,7 +80,7 @@ def main() -> None:
 
     history: list[Message] = list(START)
     for file, wanted in files.items():
-        Path(file).write_text(ask_code(history, wanted) + "\n")
+        Path(file).write_text(ask_code(history, wanted, wanted) + "\n")
     score, file, failure = check()
 
     for turn in (2, 3):
@@ -95,7 +96,7 @@ def main() -> None:
             note = ask(messages, SUMMARY_TOKENS, stop=["\n", "```"], role="main-summary")
             history = list(START)
             request = f"{files[file]}\nNote: {note}"
-        Path(file).write_text(ask_code(history, request) + "\n")
+        Path(file).write_text(ask_code(history, request, files[file]) + "\n")
         again, next_file, failure = check()
         if again > score:
             score = again
