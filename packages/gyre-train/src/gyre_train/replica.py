@@ -110,8 +110,16 @@ class Replica:
             for a in (arrays.ids, arrays.position, arrays.source, arrays.target)
         )
         end = torch.from_numpy(arrays.end.astype(np.int64))
-        chunk = self.config.logit_chunk
-        return self.policy.log_probs(ids, position, end, source, target, chunk=chunk)  # type: ignore[no-any-return]
+        log_probs: torch.Tensor = self.policy.log_probs(
+            ids,
+            position,
+            end,
+            source,
+            target,
+            temperature=torch.from_numpy(arrays.temperature.copy()).to(device),
+            chunk=self.config.logit_chunk,
+        )
+        return log_probs
 
     def accumulate(self, packed: Packed) -> tuple[float, dict[str, float]]:
         """Add the gradient of Σ w·ℓ over `packed`'s targets to the sums; returns (Σ w·ℓ, metrics as of
