@@ -8,7 +8,6 @@ The same `stop` ends a finished run, a failed one and an interrupted one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import signal
 from pathlib import Path
@@ -39,9 +38,10 @@ def prepare(resolved: Resolved) -> Context:
 
 
 async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
-    """Run to the end and return the summary (also in summary.json). Raises `RunFailed` and transport errors.
+    """Run to the end and return the summary, written to summary.json however the run ends.
 
-    SIGINT and SIGTERM stop everything in order and raise `RunFailed` that says what can be resumed.
+    SIGINT and SIGTERM stop everything in order and raise `RunFailed` that says what can be resumed. Raises `RunFailed`
+    and transport errors.
     """
     progress = Progress(context)
     planned = plan(context.config_path, resolved.sched.cells, resolved.engine.start_timeout + 60)
@@ -61,12 +61,13 @@ async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt, number)
     watching = asyncio.create_task(progress.follow())
+    interrupted = False
     try:
         await main
     except asyncio.CancelledError:
         if not stopped:
             raise
-        raise RunFailed(f"stopped by {stopped[0].name}; {resumable(context)}") from None
+        interrupted = True
     finally:
         await supervisor.stop()
         await progress.finish(watching)
@@ -74,8 +75,10 @@ async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
             shutil.rmtree(resolved.bus.dir, ignore_errors=True)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-    result = summary.build(context.dir)
-    summary.write(result, context.dir.summary)
+        result = summary.build(context.dir)
+        summary.write(result, context.dir.summary)
+    if interrupted:
+        raise RunFailed(f"stopped by {stopped[0].name}; {resumable(context)}")
     return result
 
 
@@ -94,11 +97,7 @@ async def _main(supervisor: Supervisor, progress: Progress) -> None:
 
 def resumable(context: Context) -> str:
     """What an interrupted run leaves behind, in words."""
-    kept = sorted(context.dir.checkpoints.glob("step-*"), key=lambda p: int(p.name.partition("-")[2] or -1))
-    with contextlib.suppress(OSError):
-        logs = len(list(context.dir.calls.glob("*.gtraj")))
-        found = f"{logs} call logs in {str(context.dir.calls)!r}"
-        if not kept:
-            return f"no checkpoint was complete; {found}"
-        return f"the last complete checkpoint is {str(kept[-1])!r}; {found}"
-    return "nothing was kept"
+    kept = sorted(context.dir.checkpoints.glob("step-*"), key=lambda p: int(p.name.partition("-")[2]))
+    logs = sum(1 for _ in context.dir.calls.glob("*.gtraj"))
+    last = f"the last complete checkpoint is {str(kept[-1])!r}" if kept else "no checkpoint was complete"
+    return f"{last}; {logs} call logs are in {str(context.dir.calls)!r}"
