@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -61,7 +62,7 @@ class CellAgent:
         self._scheduler = Client(context.bus.address("scheduler"), p.Reply)
         self._dirty = asyncio.Event()
         self._role = "rollout"  # rollout | training | between
-        self._switch: asyncio.Task[p.Done] | None = None
+        self._switches: set[asyncio.Task[p.Done]] = set()  # one runs, the others wait for it
         self._switching = asyncio.Lock()
         self._stopping = False
         self._failure: SchedError | None = None
@@ -110,7 +111,8 @@ class CellAgent:
 
         if self._stopping:
             return p.Failed(detail=f"cell {self.cell} is stopping")
-        task = self._switch = asyncio.create_task(alone())
+        task = asyncio.create_task(alone())
+        self._switches.add(task)
         try:
             return await task
         except SchedError as e:
@@ -121,6 +123,7 @@ class CellAgent:
                 return p.Failed(detail=f"cell {self.cell} is stopping")
             raise
         finally:
+            self._switches.discard(task)
             self._dirty.set()
 
     async def _enter_training(self) -> None:
@@ -149,8 +152,8 @@ class CellAgent:
     async def _stop_cell(self) -> p.Done | p.Failed:
         began = time.monotonic()
         self._stopping = True
-        if self._switch is not None:
-            self._switch.cancel()
+        for switch in self._switches:
+            switch.cancel()
         failure = None
         try:
             await self.trainer.finish(deadline=self._sched.return_timeout * _MARGIN)
@@ -225,10 +228,10 @@ class CellAgent:
                 await asyncio.wait({life, ended}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 self._stopping = True
-                for task in (life, ended, self._switch):
-                    if task is not None:
-                        task.cancel()
-                await asyncio.gather(life, ended, return_exceptions=True)
+                rest: list[asyncio.Task[Any]] = [life, ended, *self._switches]
+                for task in rest:
+                    task.cancel()
+                await asyncio.gather(*rest, return_exceptions=True)
                 await asyncio.gather(self.trainer.stop(), self.engine.stop())
                 await self._scheduler.close()
         if life.done() and not life.cancelled() and (e := life.exception()) is not None:

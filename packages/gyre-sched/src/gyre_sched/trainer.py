@@ -65,6 +65,8 @@ class TrainerHost:
             raise TrainerError(f"expected a trainer state of {STATES}, got {message.state!r}")
         async with self._news:
             if self.state != message.state:
+                if self.state == "starting":
+                    self.detail = ""
                 self.state = message.state
                 self._news.notify_all()
                 self._changed()
