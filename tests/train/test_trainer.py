@@ -72,6 +72,7 @@ weight_decay = 0.01
 warmup_steps = 2
 [feed]
 tokens = {tokens}
+layout = "forests"
 lease_s = 8.0
 """
 
@@ -397,7 +398,7 @@ def batch_rows(context: Context, batch: int) -> tuple[list[list[Row]], int]:
 
 def micro_steps(groups: list[list[Row]]) -> list[PackedStep]:
     """What the feed makes of a batch; it depends on the order of the groups alone."""
-    packer = Packer(TOKENS)
+    packer = Packer(TOKENS, "forests")
     return [step for number, rows in enumerate(groups) for step in packer.push(rows, last=number == GROUPS - 1)]
 
 
