@@ -57,6 +57,7 @@ capacity = {GROUPS * SIZE}
 [engine]
 context_length = 1024
 max_running = 16
+args = ["--log-requests", "--log-requests-level", "3", "--log-requests-format", "json"]
 [feed]
 tokens = 128
 [train]
@@ -153,6 +154,38 @@ def test_ids_sent_are_ids_recorded_and_children_extend_their_parents(logs: list[
         tree = Tree.from_log(log)
         assert len(tree.leaves) >= 3  # the summary's turn, the reviewer, the turn after the compaction
     assert children == len(logs) * 2  # the second turn and the summary
+
+
+def engine_records(run: RunDir) -> dict[str, dict]:
+    """What the engines themselves logged, by request id: the ids they were sent and the ids they sampled."""
+    records: dict[str, dict] = {}
+    for path in run.logs.glob("engine-*.log"):
+        for line in path.read_text().splitlines():
+            if '"request.received"' in line or '"request.finished"' in line:
+                event = json.loads(line[line.index("{") :])
+                records.setdefault(event["rid"], {}).update(event)
+    return records
+
+
+def test_ids_recorded_are_the_ids_the_engines_saw(run: RunDir, logs: list[Log]) -> None:
+    witnessed = engine_records(run)
+    checked = 0
+    for log in logs:
+        for call in log.calls:
+            sent = log.full_prompt(call.call).tolist()
+            output = unpack_ids(call.output).tolist()
+            for attempt in call.attempts:
+                if attempt.rid not in witnessed:
+                    assert attempt.tokens == 0, attempt
+                    continue
+                seen = witnessed[attempt.rid]
+                assert seen["obj"]["input_ids"] == sent
+                got, output = output[: attempt.tokens], output[attempt.tokens :]
+                assert seen["out"]["output_ids"][: len(got)] == got
+                sent = sent + got
+                checked += 1
+            assert output == []
+    assert checked >= sum(len(log.calls) for log in logs)
 
 
 def test_the_policy_loads_and_has_moved(run: RunDir, tiny_model: Path) -> None:
