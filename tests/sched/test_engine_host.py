@@ -127,8 +127,11 @@ async def test_an_engine_that_is_never_healthy_is_stopped(rig: Rig) -> None:
     rig.faults("never_healthy")
     with pytest.raises(EngineStartError, match=r"(?s)cell-7 was not healthy in 1 s.*engine\.log"):
         await rig.make(start_timeout=1.0).start()
-    with pytest.raises(EngineUnreachable, match="cannot be reached"):
-        await EngineClient("cell-7", rig.host.url).health()
+    async with EngineClient("cell-7", rig.host.url) as client:
+        with pytest.raises(EngineUnreachable, match="cannot be reached"):
+            await client.health()
+    with pytest.raises(EngineUnreachable, match="was stopped"):
+        await client.health()
 
 
 # --- role switch ----------------------------------------------------------------------------------------------------

@@ -121,6 +121,18 @@ def test_after_shutdown_nothing_moves_but_running_work_keeps_its_engines(new_des
     assert "shutting down" in desk.burst(1).reason
 
 
+def test_a_return_that_the_end_of_the_run_interrupts_is_no_failure(trained):
+    desk = trained()
+    desk.send(p.Published(version=2, manifest=b"m"))
+    desk.tell(waiting=0, batches_ready=0, batches_closed=2, version=2)
+    assert desk.role(0) is Role.LEAVING
+    desk.send(p.Shutdown(reason="the run ends"))
+    desk.done(0, failed="cell 0 is stopping")
+    assert desk.role(0) is Role.LEAVING
+    assert desk.kinds("return_interrupted")
+    assert not desk.kinds("return_failed")
+
+
 def test_a_late_answer_changes_nothing(new_desk):
     desk = new_desk(enter_timeout=10.0)
     desk.burst()

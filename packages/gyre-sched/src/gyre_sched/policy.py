@@ -110,6 +110,10 @@ class Policy:
                 self._do.enter_failed(cell, at, reply.detail)
             else:
                 self._entered(cell, at, reply)
+        elif isinstance(reply, p.Failed) and self.state.stopping is not None:
+            self._do.record(
+                "return_interrupted", at, cell, {"detail": reply.detail}
+            )  # the run ends: no fault of its own
         elif isinstance(reply, p.Failed):
             self._do.return_failed(cell, at, reply.detail)
         elif reply.version != request.version:

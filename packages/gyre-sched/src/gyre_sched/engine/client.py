@@ -29,9 +29,11 @@ class EngineClient:
         self.url = url.rstrip("/")
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, for good: later calls raise `EngineUnreachable`."""
+        self._closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -45,6 +47,8 @@ class EngineClient:
     async def _call(self, method: str, path: str, body: Any = None, *, deadline: float | None = None) -> Any:
         """The decoded JSON answer, or None for an answer that is not JSON."""
         seconds = self._timeout if deadline is None else max(deadline, 0.001)
+        if self._closed:
+            raise EngineUnreachable(f"engine {self.name} at {self.url} was stopped; {path} was not sent")
         if self._session is None:
             self._session = aiohttp.ClientSession()
         try:
