@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import logging
 import sys
 import time
@@ -137,6 +138,9 @@ def main(argv: list[str] | None = None) -> int:
         code: int = args.run(args)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output has seen enough; what is buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except SchedError as e:
         return _told(args, e)
     except Exception as e:
