@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import logging
+import os
 import sys
 import time
 from pathlib import Path
