@@ -38,7 +38,6 @@ class Progress:
         self._shown_steps = 0
         self._plain_at = time.monotonic()
         self._started = time.monotonic()
-        self.halted: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the scheduler gave up
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
@@ -71,12 +70,8 @@ class Progress:
                     message = await events.receive()
                 except BusError:
                     continue  # silent or restarting: the status line tells
-                if not isinstance(message, Event):
-                    continue
-                if (line := switch_line(message)) is not None:
+                if isinstance(message, Event) and (line := switch_line(message)) is not None:
                     self.say(line)
-                if message.kind == "halted" and not self.halted.done():
-                    self.halted.set_result(str(message.numbers.get("reason")))
 
     async def _look(self) -> None:
         async with Client(self._context.bus.address("scheduler"), Reply) as scheduler:

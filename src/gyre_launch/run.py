@@ -47,7 +47,7 @@ async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
     planned = plan(context.config_path, resolved.sched.cells, resolved.engine.start_timeout + 60)
     supervisor = Supervisor(context, planned, progress.say)
     loop = asyncio.get_running_loop()
-    main = asyncio.create_task(_main(supervisor, progress))
+    main = asyncio.create_task(_main(supervisor))
     stopped: list[signal.Signals] = []
 
     def interrupt(number: signal.Signals) -> None:
@@ -69,7 +69,7 @@ async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
             raise
         interrupted = True
     finally:
-        await supervisor.stop()
+        faults = await supervisor.stop()
         await progress.finish(watching)
         if resolved.bus.kind == "ipc":
             shutil.rmtree(resolved.bus.dir, ignore_errors=True)
@@ -79,20 +79,20 @@ async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
         summary.write(result, context.dir.summary)
     if interrupted:
         raise RunFailed(f"stopped by {stopped[0].name}; {resumable(context)}")
+    if faults:
+        raise RunFailed("the run was trained to its end, but it did not end well: " + "; ".join(faults))
     return result
 
 
-async def _main(supervisor: Supervisor, progress: Progress) -> None:
+async def _main(supervisor: Supervisor) -> None:
     await supervisor.start()
-    watch = asyncio.create_task(supervisor.watch())
-    either: set[asyncio.Future[Any]] = {watch, progress.halted}
     try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if progress.halted.done():
-            raise RunFailed(f"the scheduler can dispatch nothing more: {progress.halted.result()}")
-        await watch
-    finally:
-        watch.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            halt = tasks.create_task(supervisor.watch_scheduler())
+            await supervisor.watch()
+            halt.cancel()
+    except ExceptionGroup as e:
+        raise e.exceptions[0] from None
 
 
 def resumable(context: Context) -> str:

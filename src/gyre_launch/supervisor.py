@@ -8,6 +8,7 @@ stop:  runner (harnesses), cells (trainers save and export, engines end), then p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -15,14 +16,15 @@ from typing import Any
 
 from gyre_launch.errors import RunFailed
 from gyre_launch.plan import Planned
-from gyre_sched.protocol import AgentReply, Reply, Shutdown, StopCell
+from gyre_sched.protocol import AgentReply, Failed, GetStatus, Reply, Shutdown, StopCell
 from gyre_transport.bus import Client
 from gyre_transport.errors import BusError
 from gyre_transport.process import Child
 from gyre_transport.run import Context
 
 _ENV = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}  # spinning threads stall shared cores
-_EXPORT = 180.0  # seconds a cell may take to save, export and end
+_EXPORT = 330.0  # seconds a cell may take to save, export and end: more than its agent gives its trainer
+_LOOK = 5.0  # seconds between questions to the scheduler
 
 
 class Supervisor:
@@ -64,29 +66,47 @@ class Supervisor:
             if child.name != "runner" or task.result() != 0:
                 raise RunFailed(f"{child.name} ended with exit code {task.result()} during the run; {child.tail()}")
 
-    async def stop(self) -> None:
-        """Stop everything, in order; never raises for a process that is already gone."""
+    async def watch_scheduler(self) -> None:
+        """Ask the scheduler now and then whether it still can dispatch; raises `RunFailed` when it cannot any more."""
+        async with Client(self._context.bus.address("scheduler"), Reply) as scheduler:
+            while True:
+                with contextlib.suppress(BusError):  # a scheduler that is gone is `watch`'s to notice
+                    status = await scheduler.call(GetStatus(), deadline=10.0)
+                    if status.halted:
+                        raise RunFailed(f"the scheduler can dispatch nothing more: {status.halted}")
+                await asyncio.sleep(_LOOK)
+
+    async def stop(self) -> list[str]:
+        """Stop everything, in order; returns what did not end as it should. Never raises for a process that is gone."""
         scheduler = self.children.get("scheduler")
         if scheduler is not None and scheduler.returncode is None:
-            await self._tell("scheduler", Shutdown(reason="the run ends"), Reply, deadline=5.0)
+            fault = await self._tell("scheduler", Shutdown(reason="the run ends"), Reply, deadline=5.0)
+            if fault:
+                self._say(fault)
         runner = self.children.get("runner")
         if runner is not None:
             await runner.stop()
         cells = [c for name, c in self.children.items() if name.startswith("cell-")]
-        await asyncio.gather(*(self._stop_cell(cell) for cell in cells))
+        faults = await asyncio.gather(*(self._stop_cell(cell) for cell in cells))
         for name in ("proxy", "feed", "scheduler"):
             if (child := self.children.get(name)) is not None:
                 await child.stop()
+        return [fault for fault in faults if fault]
 
-    async def _stop_cell(self, cell: Child) -> None:
+    async def _stop_cell(self, cell: Child) -> str:
+        """End a cell; returns what went wrong, "" if nothing did."""
+        fault = ""
         if cell.returncode is None:
-            await self._tell(cell.name.replace("cell", "agent"), StopCell(), AgentReply, deadline=_EXPORT)
-        await cell.stop()
+            service = cell.name.replace("cell", "agent")
+            fault = await self._tell(service, StopCell(), AgentReply, deadline=_EXPORT)
+        code = await cell.stop()
+        return fault or (f"{cell.name} ended with exit code {code}; {cell.tail()}" if code else "")
 
-    async def _tell(self, service: str, request: Any, replies: Any, *, deadline: float) -> None:
-        """Ask a process to end its work well; one that does not answer is ended all the same."""
+    async def _tell(self, service: str, request: Any, replies: Any, *, deadline: float) -> str:
+        """Ask a process to end its work well; returns why it did not, "" if it did. It is ended all the same."""
         async with Client(self._context.bus.address(service), replies) as client:
             try:
-                await client.call(request, deadline=deadline)
+                reply = await client.call(request, deadline=deadline)
             except BusError as e:
-                self._say(f"{service} did not confirm {type(request).__name__}: {e}")
+                return f"{service} did not confirm {type(request).__name__}: {e}"
+        return f"{service} failed at its end: {reply.detail}" if isinstance(reply, Failed) else ""

@@ -8,10 +8,13 @@ import pytest
 from gyre_launch.errors import RunFailed
 from gyre_launch.plan import Planned
 from gyre_launch.supervisor import Supervisor
+from gyre_sched import protocol as p
+from gyre_transport.bus import Server
 from gyre_transport.errors import ProcessError
 from gyre_transport.run import Context
 
 SERVE = "import signal, sys; from gyre_transport.process import *; follow_parent(); ready(); {then}"
+FAILS = "sys.exit(4)"
 WAIT = "signal.sigwait({signal.SIGTERM}); print('stopped', flush=True)"
 
 
@@ -45,6 +48,49 @@ async def test_an_early_end_fails_the_run_and_shows_the_log(context: Context, na
     with pytest.raises(RunFailed, match=f"{name} ended with exit code"):
         await supervisor.watch()
     await supervisor.stop()
+
+
+class Scripted:
+    """A scheduler and a cell agent that answer what they are told to."""
+
+    def __init__(self, context: Context, **replies: object) -> None:
+        self._replies = replies
+        self._servers = (
+            Server(context.bus.address("scheduler"), p.Request, self._answer),
+            Server(context.bus.address("agent-0"), p.AgentRequest, self._answer),
+        )
+
+    async def _answer(self, request: object) -> object:
+        return self._replies.get(type(request).__name__, p.Ack())
+
+    async def __aenter__(self) -> None:
+        for server in self._servers:
+            await server.start()
+
+    async def __aexit__(self, *exc: object) -> None:
+        for server in self._servers:
+            await server.close()
+
+
+async def test_a_cell_that_does_not_end_well_is_told(context: Context) -> None:
+    cells = [process("scheduler"), process("cell-0"), process("cell-1", FAILS)]
+    supervisor = Supervisor(context, cells, lambda _: None)
+    async with Scripted(context, StopCell=p.Failed(detail="the policy was not exported: no space")):
+        await supervisor.start()
+        assert await supervisor.children["cell-1"].wait() == 4
+        faults = await supervisor.stop()
+    assert len(faults) == 2
+    assert "not exported" in faults[0]
+    assert "cell-1 ended with exit code 4" in faults[1]
+
+
+async def test_a_scheduler_that_can_dispatch_nothing_more_ends_the_run(context: Context) -> None:
+    reason = "the core failed to enter training 3 times"
+    zeros = dict.fromkeys(("dispatched", "started", "terminated", "water", "capacity", "version", "epoch"), 0)
+    supervisor = Supervisor(context, [], lambda _: None)
+    async with Scripted(context, GetStatus=p.Status(**zeros, burst=None, cells=(), halted=reason)):
+        with pytest.raises(RunFailed, match=reason):
+            await supervisor.watch_scheduler()
 
 
 async def test_a_process_that_cannot_start_stops_the_others_of_its_stage(context: Context) -> None:

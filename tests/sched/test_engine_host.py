@@ -238,6 +238,9 @@ async def test_an_engine_that_keeps_ending_is_given_up(rig: Rig) -> None:
     os.kill(rig.program(), signal.SIGKILL)
     await rig.until(lambda: host.detail.startswith("given up after 3 ends"))
     assert not host.alive
+    assert rig.watching is not None
+    with pytest.raises(EngineError, match="was given up"):
+        await asyncio.wait_for(asyncio.shield(rig.watching), WAIT)
     rig.faults()
     with pytest.raises(EngineError, match="was given up"):
         await host.come_back(0, b"", deadline=WAIT)

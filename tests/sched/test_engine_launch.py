@@ -161,3 +161,17 @@ def test_attempts_within_a_window() -> None:
     assert [attempts.again(t) for t in (0, 10, 20)] == [True, True, False]
     assert attempts.again(121), "the first three are forgotten"
     assert not Attempts(0, window=100.0).again(0)
+
+
+@pytest.mark.parametrize(
+    ("cell", "size", "visible", "expected"),
+    [(0, 1, "0,1", "0"), (1, 1, "4,7", "7"), (1, 2, "0,1,2,3", "2,3"), (0, 1, "GPU-a", "GPU-a")],
+)
+def test_each_cell_sees_its_own_devices(cell: int, size: int, visible: str, expected: str) -> None:
+    config = EngineConfig(tensor_parallel=size)
+    assert launch.devices(cell, config, {"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+def test_too_few_devices_are_refused() -> None:
+    with pytest.raises(EngineStartError, match="cell 1 needs devices 2 to 3, of which 3 are visible"):
+        launch.devices(1, EngineConfig(tensor_parallel=2), {"CUDA_VISIBLE_DEVICES": "0,1,2"})

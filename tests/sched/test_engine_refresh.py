@@ -45,6 +45,15 @@ def test_a_whole_snapshot_passes(model: Path) -> None:
     check(manifest_of({**TENSORS, "tied": TENSORS["b"]}), shapes(model))
 
 
+def test_what_a_model_computes_or_ties_need_not_be_in_a_snapshot() -> None:
+    embedding = ("F32", (4, 2), np.zeros((4, 2), dtype=np.float32))
+    snapshot = manifest_of({"model.embed_tokens.weight": embedding})
+    embedded = {"model.embed_tokens.weight": (4, 2), "model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}
+    check(snapshot, {**embedded, "lm_head.weight": (4, 2)})
+    with pytest.raises(RefreshError, match=r"lm_head\.weight"):
+        check(snapshot, {**embedded, "lm_head.weight": (5, 2)})
+
+
 @pytest.mark.parametrize(
     ("tensors", "told"),
     [

@@ -121,6 +121,32 @@ def test_after_shutdown_nothing_moves_but_running_work_keeps_its_engines(new_des
     assert "shutting down" in desk.burst(1).reason
 
 
+def test_a_core_restored_from_before_the_last_closed_batch_trains_it_again(trained):
+    desk = trained()
+    desk.send(p.Published(version=2, manifest=b"m"))
+    desk.tell(waiting=0, batches_ready=0, batches_closed=2, version=2)
+    desk.done(0)
+    desk.done(1)
+    assert desk.role(0) is Role.ROLLOUT
+    desk.state(0, trainer_alive=False)
+    desk.state(0, version=2)
+    desk.send(p.Published(version=0, manifest=b"restored"))
+    desk.tick(1.0)
+    assert desk.role(0) is Role.DRAINING
+
+
+def test_nobody_takes_weights_whose_snapshot_died_with_the_cores_trainer(trained):
+    desk = trained()
+    desk.send(p.Published(version=2, manifest=b"m"))
+    desk.state(0, trainer="training", trainer_alive=False)
+    desk.tell(waiting=0, batches_ready=0, batches_closed=2, version=2)
+    desk.tick(1.0)
+    assert desk.role(1) is Role.TRAINING
+    desk.state(0, trainer="training")
+    desk.tick(1.0)
+    assert desk.role(1) is Role.LEAVING
+
+
 def test_a_return_that_the_end_of_the_run_interrupts_is_no_failure(trained):
     desk = trained()
     desk.send(p.Published(version=2, manifest=b"m"))

@@ -222,6 +222,22 @@ def test_a_satellite_takes_the_version_and_hands_over_what_it_computed(
     assert handed == [[2.0] * 4, [2.0] * 3]
 
 
+def test_a_version_made_a_second_time_is_taken_again(stage: Stage, micro_step: Callable[..., MicroStep]) -> None:
+    with SnapshotSource("policy") as old, SnapshotSource("policy") as restored:
+        first, second = (
+            Joined(batch=7, version=3, manifest=msgspec.msgpack.encode(source.publish(3, {"w": describe(weight)})))
+            for source, weight in ((old, torch.ones(2)), (restored, torch.zeros(2)))
+        )
+        stage.feed(
+            Join=[first, second],
+            Claim=[Exhausted()],
+            HandOver=[Taken()],
+        )
+        stage.agent("training", "training", "training", "training", "idle")
+        stage.satellite().train()
+    assert stage.replica.loaded == [3, 3]
+
+
 def test_a_lost_lease_voids_the_sums(stage: Stage, micro_step: Callable[..., MicroStep], joined: Joined) -> None:
     feed = stage.feed(
         Join=[joined],
@@ -371,6 +387,23 @@ def test_a_core_ordered_out_finishes_its_batch(
     assert len(feed.of(CloseBatch)) == 1
     assert len(feed.of(Claim)) == 3
     assert len(feed.of(Collect)) == 1
+
+
+def test_a_core_recalled_while_its_batch_still_grows_leaves_it(
+    stage: Stage, micro_step: Callable[..., MicroStep], tmp_path: Path
+) -> None:
+    feed = stage.feed(
+        OpenBatch=[Opened(batch=0, version=0)],
+        Claim=[micro_step(0), Wait(reason="no micro-step is packed yet", retry=0.01)],
+        Complete=[Ok()],
+    )
+    stage.agent("training", "training", "training", "idle")
+    with SnapshotSource("policy") as source:
+        core = stage.core(source, tmp_path)
+        core.publish()
+        core.train()
+    assert stage.replica.stepped == []
+    assert not feed.of(Collect)
 
 
 def test_a_stop_interrupts_the_core_between_micro_steps(

@@ -27,9 +27,10 @@ import msgspec
 from gyre_sched import protocol as p
 from gyre_sched.attempts import Attempts
 from gyre_sched.config import SchedConfig
+from gyre_sched.engine import launch
 from gyre_sched.engine.config import EngineConfig
 from gyre_sched.engine.host import EngineHost
-from gyre_sched.errors import SchedError, TrainerError
+from gyre_sched.errors import EngineError, SchedError, TrainerError
 from gyre_sched.trainer import TrainerHost
 from gyre_transport.bus import Client, Server
 from gyre_transport.config import section
@@ -249,8 +250,16 @@ class CellAgent:
         ready(engine_url=self.engine.url, engine_pid=self.engine.pid, trainer_pid=self.trainer.pid)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._beat())
-            group.create_task(self.engine.watch())
+            group.create_task(self._watch_engine())
             group.create_task(self._watch_trainer())
+
+    async def _watch_engine(self) -> None:
+        try:
+            await self.engine.watch()
+        except EngineError as e:
+            if self.cell == CORE:
+                raise
+            log.error("cell %d serves no more: %s", self.cell, e)
 
     async def _watch_trainer(self) -> None:
         try:
@@ -281,6 +290,9 @@ def trainer_environment(config: EngineConfig) -> dict[str, str]:
 
 async def serve(context: Context, cell: int) -> None:
     """Run the agent of `cell` until StopCell or SIGTERM. Raises `SchedError`, everything stopped."""
+    config = section(context.data, "engine", EngineConfig)
+    if launch.uses_cuda(config):  # both processes of the cell inherit it
+        os.environ["CUDA_VISIBLE_DEVICES"] = launch.devices(cell, config)
     agent = CellAgent(context, cell)
     running = asyncio.create_task(agent.run())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)

@@ -223,6 +223,8 @@ class Policy:
             return
         if cell.routable and cell.trainer == "idle" and not cell.suspect:
             self._do.admit(cell, at)
+        elif not rules.readable(self.state) and cell.version != self.state.version:
+            return  # it could not take the weights: the core's trainer has to be back first
         elif at >= cell.retry_at and (self.state.water or self.state.stopping is None):
             self._do.leave(cell, at, "recovery")
 

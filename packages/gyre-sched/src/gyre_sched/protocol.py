@@ -202,6 +202,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     epoch: int
     cells: tuple[CellStatus, ...]
     backlog: Backlog | None = None
+    halted: str | None = None  # why nothing can be dispatched any more
 
 
 Request = (

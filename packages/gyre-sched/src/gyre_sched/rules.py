@@ -37,10 +37,13 @@ def settled(state: State, at: float, config: SchedConfig) -> str | None:
 
 
 def has_data(state: State, cell: Cell) -> bool:
-    """Whether `cell` would find something to train on. The core also closes a batch that has no work left."""
+    """Whether `cell` would find something to train on. The core also closes a batch that has no work left, and trains
+    again what was closed after the checkpoint it was restored from."""
     backlog = state.backlog
     if backlog is None:
         return False
+    if cell.index == 0 and backlog.version > state.version and state.core.trainer_alive:
+        return True
     if backlog.micro_steps_left or backlog.waiting or backlog.batches_ready:
         return True
     return cell.index == 0 and backlog.open_batch is not None
@@ -87,11 +90,16 @@ def returning(state: State, at: float, config: SchedConfig) -> list[Cell]:
     """Training cells that go back to rollout now. They do not go earlier: their engines would take weights that the
     open batch is about to replace, and by the water rule the routable engines cover the work."""
     training = state.having(Role.TRAINING)
-    if not training or state.water or state.stopping is not None:
+    if not training or state.water or state.stopping is not None or not readable(state):
         return []
     if settled(state, at, config):
         return training
     return [c for c in training if c.index] if core_stays(state, at, config) else []
+
+
+def readable(state: State) -> bool:
+    """Whether the current weights can be taken: their snapshot lives in the core's trainer."""
+    return state.core.trainer_alive
 
 
 def recalled(state: State, at: float, config: SchedConfig) -> Cell | None:
@@ -110,7 +118,7 @@ def wanted_version(state: State) -> int:
 
 def outdated(state: State, at: float, config: SchedConfig) -> list[Cell]:
     """Cells in rollout whose engines take the current weights now."""
-    if state.stopping is not None:
+    if state.stopping is not None or not readable(state):
         return []
     if state.water:
         due = config.refresh_in_rollout
@@ -118,7 +126,7 @@ def outdated(state: State, at: float, config: SchedConfig) -> list[Cell]:
         due = bool(settled(state, at, config)) or core_stays(state, at, config)
     if not due:
         return []
-    return [c for c in state.having(Role.ROLLOUT) if c.version < state.version and not c.pending]
+    return [c for c in state.having(Role.ROLLOUT) if c.version != state.version and not c.pending]
 
 
 def grant_obstacle(state: State, at: float, config: SchedConfig, *, per_burst: int, steps: int) -> str | None:
@@ -144,6 +152,6 @@ def grant_obstacle(state: State, at: float, config: SchedConfig, *, per_burst: i
         return f"cell {mending[0].index} has failed and may come back"
     if not state.capacity:
         return "no engine is routable"
-    if state.cells and any(c.version < state.version for c in state.having(Role.ROLLOUT)):
+    if state.cells and any(c.version != state.version for c in state.having(Role.ROLLOUT)):
         return f"engines are not at version {state.version} yet"
     return None

@@ -192,4 +192,5 @@ class State:
             epoch=self.epoch,
             cells=tuple(c.status(at) for c in self.cells),
             backlog=self.backlog,
+            halted=self.halted,
         )

@@ -45,8 +45,11 @@ class Claims:
         self._batch = batch
         keeper.hold(batch)
 
-    def drain(self, leave: Callable[[], bool]) -> Ending:
-        """Claim and compute until nothing is left, `leave` (asked before each claim) says so, or leases are lost."""
+    def drain(self, leave: Callable[[], bool], leave_waiting: Callable[[], bool] | None = None) -> Ending:
+        """Claim and compute until nothing is left, `leave` (asked before each claim) says so, or leases are lost.
+
+        leave_waiting: asked, if given, whenever there is nothing to claim yet.
+        """
         try:
             while not leave():
                 if self._keeper.lost:
@@ -55,6 +58,8 @@ class Claims:
                 if isinstance(reply, Exhausted):
                     return Ending.EXHAUSTED
                 if isinstance(reply, Wait):
+                    if leave_waiting is not None and leave_waiting():
+                        return Ending.LEFT
                     time.sleep(reply.retry)
                 elif not self._compute(reply):
                     return Ending.LOST

@@ -75,6 +75,15 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if self.kl_coef < 0:
             raise ValueError(f"kl_coef must be >= 0, got {self.kl_coef!r}")
+        if self.kl_coef and self.old == "recompute":
+            raise ValueError(
+                "kl_coef does nothing with old='recompute', which is the policy itself; use old='behaviour'"
+            )
+        if self.correction != "none" and self.old == "behaviour":
+            raise ValueError(
+                f"correction={self.correction!r} does nothing with old='behaviour', whose ratio holds it already; "
+                "use old='recompute'"
+            )
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

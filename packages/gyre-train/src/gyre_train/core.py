@@ -109,7 +109,7 @@ class Core:
         try:
             handed = self._gather(batch, claims)
             if handed is None:
-                log.warning("batch %d: the leases were lost; it starts over", batch)
+                log.warning("batch %d: left or lost; it starts over", batch)
                 return
         except RemoteError as e:
             log.warning("batch %d: the feed refused: %s; it starts over", batch, e)
@@ -150,7 +150,7 @@ class Core:
     def _gather(self, batch: int, claims: Claims) -> Handed | None:
         """Compute and collect until every micro-step is in the sums; None: they are void."""
         while True:
-            if claims.drain(self._never_leave) is Ending.LOST:
+            if claims.drain(self._never_leave, self._recalled) is not Ending.EXHAUSTED:
                 return None
             handed = self._collect(batch)
             if handed is None:
@@ -160,8 +160,13 @@ class Core:
             if not isinstance(reply, Reopened):
                 return handed
 
+    def _recalled(self) -> bool:
+        """Whether the cell is wanted in rollout while its batch waits for groups that rollout has to make: the sums are
+        given up, and the batch starts over when the core is back."""
+        return self._agent.order("training") == "idle"
+
     def _never_leave(self) -> bool:
-        """A core ordered out finishes its batch; only the end of the run interrupts it."""
+        """A core ordered out finishes the work there is; only the end of the run interrupts it."""
         if self._agent.order("training") == "stop":
             raise Stopped
         return False

@@ -14,6 +14,7 @@ cells, so members come and go without a process group noticing. Everything here 
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -95,6 +96,12 @@ class Replica:
     def zero(self) -> None:
         """Empty the sums."""
         self._ddp.zero_grad_buffer()
+
+    def release(self) -> None:
+        """Give the device what the allocator keeps for later: the cell's engine is about to need it."""
+        if torch.cuda.is_available():
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def log_probs(self, packed: Packed) -> torch.Tensor:
         """Log-probabilities of `packed`'s targets under the current weights, float32, in the order of its targets."""

@@ -42,6 +42,7 @@ class Satellite:
         self._cell = cell
         self._failures = 0
         self._pulled: memoryview | None = None
+        self._held = b""  # the manifest of its weights: a core that was restored makes a version again, and otherwise
 
     def train(self) -> None:
         """Join batch after batch until ordered out. Raises `Stopped`, `PeerLost`."""
@@ -63,7 +64,7 @@ class Satellite:
 
     def _refresh(self, joined: Joined) -> bool:
         """Take the weights of the batch; False: they could not be had, join again."""
-        if joined.version == self._replica.version:
+        if joined.version == self._replica.version and joined.manifest == self._held:
             return True
         manifest = msgspec.msgpack.decode(joined.manifest, type=Manifest)
         began = time.monotonic()
@@ -81,6 +82,7 @@ class Satellite:
         self._failures = 0
         self._pulled = snapshot.buffer
         self._replica.load_weights(tensors(snapshot), version=snapshot.version)
+        self._held = joined.manifest
         log.info(
             "took version %d: %.1f MB in %.2f s", snapshot.version, manifest.nbytes / 1e6, time.monotonic() - began
         )

@@ -97,6 +97,7 @@ def _run(context: Context, cell: int) -> None:
             while (want := agent.order("idle", wait=_POLL)) != "stop":
                 if want == "training":
                     loop.train()
+                    replica.release()
         except Stopped:
             log.info("stopped in the middle of a batch")
         loop.finish()

@@ -20,7 +20,7 @@ from gyre_sched.attempts import Attempts
 from gyre_sched.engine import launch
 from gyre_sched.engine.client import EngineClient
 from gyre_sched.engine.config import EngineConfig
-from gyre_sched.engine.refresh import decode, refresh
+from gyre_sched.engine.refresh import decode, refresh, same_weights
 from gyre_sched.errors import EngineError, EngineStartError, RefreshError, WeightsUnknown
 from gyre_transport.errors import ProcessError
 from gyre_transport.process import Child
@@ -50,6 +50,7 @@ class EngineHost:
         self._attempts = Attempts(config.attempts, config.attempts_window)
         self._given_up = False
         self._manifest: Manifest | None = None  # the last one seen
+        self._held: Manifest | None = None  # the one the engine's weights came from; None: the model folder
         self._port = 0
         self._child: Child | None = None
         self._started = asyncio.Event()  # a child is there to be watched
@@ -103,7 +104,7 @@ class EngineHost:
             await child.stop(self._config.stop_timeout)
             raise
         log.info("engine %s is ready at %s after %.1f s", self.name, self.url, time.monotonic() - began)
-        self._child, self.version, self.released = child, _BASE, False
+        self._child, self.version, self.released, self._held = child, _BASE, False, None
         self._started.set()
 
     async def _become_ready(self) -> None:
@@ -137,8 +138,9 @@ class EngineHost:
     # --- watching ---------------------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Notice an engine's end and start it again, for as long as this runs."""
-        while True:
+        """Notice an engine's end and start it again, for as long as this runs. Raises `EngineError` when it ended too
+        often."""
+        while not self._given_up:
             await self._started.wait()
             child = self._child
             if child is None:
@@ -156,6 +158,7 @@ class EngineHost:
                 while not (self.released or self._given_up or self.alive):
                     await self._try_restart()
             self._changed()
+        raise EngineError(f"engine {self.name} was given up: {self.detail}; see {str(self._log_file)!r}")
 
     async def _end_of(self, child: Child) -> str:
         """Wait until the process ends or stops answering; returns what happened."""
@@ -258,7 +261,8 @@ class EngineHost:
         return self._manifest if manifest else None
 
     async def _serve(self, version: int, wanted: Manifest | None, end: float) -> None:
-        if version != self.version and wanted is not None:
+        other = self._held is not None and wanted is not None and not same_weights(self._held, wanted)
+        if wanted is not None and (version != self.version or other):
             await self._update(wanted, deadline=end - time.monotonic())
         await self.client.resume()
         served = await self.client.probe(deadline=max(end - time.monotonic(), 1.0))
@@ -273,4 +277,4 @@ class EngineHost:
                 with contextlib.suppress(ProcessError):
                     await self._child.stop(self._config.stop_timeout)
             raise
-        self.version = manifest.version
+        self.version, self._held = manifest.version, manifest

@@ -23,16 +23,37 @@ _CPU = Path(__file__).parent / "cpu"
 
 def has_cuda() -> bool:
     """Whether a CUDA driver with a device answers here. Asks the driver itself: torch is not imported."""
+    return _device_count() > 0
+
+
+def _device_count() -> int:
     with contextlib.suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
         count = ctypes.c_int(0)
-        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
-    return False
+        if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
+            return count.value
+    return 0
 
 
 def uses_cuda(config: EngineConfig) -> bool:
     """Whether this engine runs on a GPU: what the config says, else what is found."""
     return has_cuda() if config.device == "auto" else config.device == "cuda"
+
+
+def devices(cell: int, config: EngineConfig, environ: Mapping[str, str] | None = None) -> str:
+    """CUDA_VISIBLE_DEVICES for the processes of `cell`: its own `tensor_parallel` of the devices visible here.
+
+    Raises `EngineStartError` when there are too few.
+    """
+    listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    visible = [str(i) for i in range(_device_count())] if listed is None else [d for d in listed.split(",") if d]
+    first, last = cell * config.tensor_parallel, (cell + 1) * config.tensor_parallel
+    if last > len(visible):
+        raise EngineStartError(
+            f"cell {cell} needs devices {first} to {last - 1}, of which {len(visible)} are visible; "
+            "lower sched.cells or engine.tensor_parallel"
+        )
+    return ",".join(visible[first:last])
 
 
 def command(
