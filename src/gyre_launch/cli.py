@@ -88,7 +88,7 @@ def _dry_run(resolved: Any, as_json: bool) -> int:
 
     from gyre_launch.plan import plan
 
-    planned = plan(Path(resolved.run.dir) / "config.toml", resolved.sched.cells, resolved.engine.start_timeout + 60)
+    planned = plan(resolved)
     if as_json:
         config = {name: msgspec.to_builtins(s) for name, s in resolved.sections.items()}
         print(json.dumps({"config": config, "processes": [msgspec.to_builtins(p) for p in planned]}, indent=2))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from gyre_launch.config import Resolved
+
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """One process the launcher starts."""
@@ -20,8 +22,14 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     ready_within: float  # seconds
 
 
-def plan(config: Path, cells: int, cell_timeout: float) -> tuple[Planned, ...]:
-    """The processes of a run with `cells` cells whose resolved config is the file `config`."""
+_MARGIN = 30.0  # seconds an agent has to say what its own deadlines found
+
+
+def plan(resolved: Resolved) -> tuple[Planned, ...]:
+    """The processes of a run. An agent is ready when engine and trainer are, each within its own time."""
+    config = Path(resolved.run.dir) / "config.toml"
+    engine, sched = resolved.engine, resolved.sched
+    cell_timeout = max(engine.start_timeout + engine.warm_timeout, sched.start_timeout) + _MARGIN
 
     def ours(name: str, module: str, *arguments: str, stage: int, within: float) -> Planned:
         argv = (sys.executable, "-m", module, *arguments, "--config", str(config))
@@ -34,7 +42,7 @@ def plan(config: Path, cells: int, cell_timeout: float) -> tuple[Planned, ...]:
             stage=1,
             ready_within=cell_timeout,
         )
-        for cell in range(cells)
+        for cell in range(sched.cells)
     ]
     return (
         ours("scheduler", "gyre_sched.cli", "serve", stage=0, within=60),

@@ -44,8 +44,7 @@ async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
     and transport errors.
     """
     progress = Progress(context)
-    planned = plan(context.config_path, resolved.sched.cells, resolved.engine.start_timeout + 60)
-    supervisor = Supervisor(context, planned, progress.say)
+    supervisor = Supervisor(context, plan(resolved), progress.say)
     loop = asyncio.get_running_loop()
     main = asyncio.create_task(_main(supervisor))
     stopped: list[signal.Signals] = []
