@@ -20,7 +20,7 @@ from gyre_train.feed.prepare import Fated, PreparedExecution, prepare_group, uni
 from gyre_traj.intake import Ending, Outcome, Submit
 from gyre_traj.log import LogWriter
 from gyre_traj.packing import Packed, Row
-from gyre_traj.records import Call, Header, Span, pack_ids, pack_logprobs
+from gyre_traj.records import Call, Delivered, Header, Span, pack_ids, pack_logprobs
 
 SYSTEM, ASK = [1, 2, 3, 4], [5, 6]
 OUTPUT = st.lists(st.integers(0, 3), min_size=1, max_size=6)
@@ -46,6 +46,7 @@ def write(path: Path, execution: str, outputs: list[list[int]], *, logprobs: boo
                     started=float(i),
                 )
             )
+            log.append(Delivered(call=f"c{i}"))
     return str(path / f"{execution}.gtraj")
 
 

@@ -24,7 +24,7 @@ from gyre_traj import intake
 from gyre_traj.intake import Accepted, Ending, Outcome, Submit
 from gyre_traj.log import LogWriter
 from gyre_traj.packing import Packed
-from gyre_traj.records import Call, Header, Span, pack_ids, pack_logprobs
+from gyre_traj.records import Call, Delivered, Header, Span, pack_ids, pack_logprobs
 from gyre_transport.bus import Client, Server
 from gyre_transport.errors import RemoteError
 from gyre_transport.process import Child
@@ -150,6 +150,7 @@ def write(context: Context, execution: str, turns: int, siblings: int = 1, versi
                         started=float(turn),
                     )
                 )
+                log.append(Delivered(call=f"{turn}.{sibling}"))
             parent, length = f"{turn}.0", length + 5
 
 

@@ -35,11 +35,11 @@ def log(story, tmp_path: Path) -> Path:
 def test_inspect_draws_the_tree_and_says_why_leaves_exist(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(log)]) == 0
     out = capsys.readouterr().out
-    assert "9: 1 undelivered, 1 empty, 1 not trainable" in out
-    assert "35 total, 21 unique, 10 trainable" in out
+    assert "9: 1 undelivered, 1 empty, 2 not trainable" in out
+    assert "35 total, 21 unique, 9 trainable" in out
     for line in (
         "s                main-summary  3      9       5          0, 1      first",
-        "c (undelivered)  main          2      7       4          0, 1      continues a otherwise than b",
+        "c (undelivered)  main          2      7       3          0, 1      continues a otherwise than b",
     ):
         assert line.split() in [given.split() for given in out.splitlines()], line
     assert "sampled" in out
@@ -47,6 +47,7 @@ def test_inspect_draws_the_tree_and_says_why_leaves_exist(log: Path, capsys: pyt
     assert "prompt departs from that of a at token 1" in out
     assert "a context of its own" in out
     assert "not trainable: g: no log-probabilities" in out
+    assert "not trainable: c: never delivered, and nothing continues it" in out
 
 
 def test_inspect_json_says_the_same(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

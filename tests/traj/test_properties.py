@@ -101,13 +101,17 @@ def causal(draw: st.DrawFn, told: list[Told]) -> list[Call]:
 @given(st.data())
 def test_any_causal_order_of_arrival_gives_the_same_tree(data: st.DataObject) -> None:
     told = data.draw(executions())
-    one = grow([t.record for t in told])
+    delivered = {t.record.call: data.draw(st.booleans()) for t in told}
+    one = Tree("e")
+    for t in told:
+        one.add(t.record, delivered[t.record.call])
     other = Tree("e")
     for call in causal(data.draw, told):
-        other.add(call)
+        other.add(call, delivered[call.call])
         if data.draw(st.booleans()):
             other.view()  # looking in between must not matter
     assert shape(one) == shape(other)
+    assert one.untrainable == other.untrainable
 
 
 @few

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from gyre_traj import Call, Header, Log, Span, Tree, pack_ids, pack_logprobs
+from gyre_traj import Call, Header, Log, Span, Tree, pack_ids, pack_logprobs, select
 from gyre_traj.errors import BrokenCall, LogError, TrajError, UnknownCall
 
 
@@ -171,6 +171,40 @@ def test_undelivered_calls_are_marked_and_stay(story) -> None:
     tree.add(b)
     assert tree.delivered == {"a": False, "b": True}
     assert len(tree.leaves) == 2
+
+
+@pytest.mark.parametrize("finish", ["abort", "error"])
+def test_what_did_not_end_whole_is_no_target(story, finish: str) -> None:
+    a = msgspec.structs.replace(story.call("a", "sys task", "x y"), finish=finish)
+    tree = Tree("e")
+    tree.add(a)
+    assert (tree.trainable, select(tree, 1, seed=0).targets) == (0, 0)
+    assert finish in tree.untrainable["a"]
+    assert story.paths(tree) == ["sys task [x y]"]
+
+
+@pytest.mark.parametrize("parent", ["a", None])
+def test_what_was_not_delivered_is_a_target_only_when_something_continues_it(story, parent: str | None) -> None:
+    a = story.call("a", "sys task", "x y")
+    b = story.call("b", "result" if parent else "sys task x y result", "z", parent=parent)
+    partly = story.call("c", "sys task x other", "w")  # departs inside a's output
+    tree = Tree("e")
+    tree.add(a, delivered=False)
+    assert (tree.trainable, list(tree.untrainable)) == (0, ["a"])
+    tree.add(partly)
+    assert (tree.trainable, list(tree.untrainable)) == (1, ["a"])
+    tree.add(b)
+    assert (tree.trainable, list(tree.untrainable)) == (4, [])
+    assert [node.logprobs.tolist() for node in tree.end("a").path() if node.call] == [[-0.5], [-0.5]]
+
+
+def test_a_delivery_that_is_known_later_makes_a_target(story) -> None:
+    a = story.call("a", "sys task", "x")
+    tree = Tree("e")
+    tree.add(a, delivered=False)
+    assert tree.trainable == 0
+    tree.add(a, delivered=True)
+    assert (tree.trainable, tree.untrainable) == (1, {})
 
 
 def test_the_same_record_again_adds_nothing(story) -> None:

@@ -37,12 +37,12 @@ def check_log(log: Log) -> tuple[Finding, ...]:
     tree = Tree(log.header.execution if log.header else log.calls[0].execution if log.calls else "")
     for call in log.calls:
         try:
-            tree.add(call)
+            tree.add(call, log.delivered.get(call.call, False))
         except TrajError as error:
             found.append(Finding(level="error", call=call.call, text=str(error)))
         found.extend(_check_call(call))
     for call_id, reason in tree.untrainable.items():
-        level = "note" if reason == "no log-probabilities" else "error"
+        level = "error" if reason.startswith("log-probabilities") else "note"  # others say what happened
         found.append(Finding(level=level, call=call_id, text=f"not trainable: {reason}"))
     known = {call.call for call in log.calls}
     found.extend(

@@ -10,6 +10,10 @@ call that names its parent hangs below that parent's output; one that does not h
 repeats, through outputs too (the newest, if several match alike). An empty generation adds context only, so it is
 nobody's parent.
 
+An output is trainable when it has log-probabilities and the harness saw it: not when the call ended with "abort" or
+"error", nor when its answer was never delivered and nothing continues it (what continues it proves that a repeated
+request got the answer).
+
 The tree is a function of the set of calls: what it would be if they had come by prompt length, since a prompt can only
 repeat outputs of shorter prompts. Calls are inserted as they come; the rare call that would have changed the place of
 an earlier one marks the tree, which is then rebuilt in that order when next looked at.
@@ -43,14 +47,13 @@ class Node:
         start: int,
         ids: NDArray[np.uint32],
         call: Call | None = None,
-        logprobs: NDArray[np.float32] = _NO_LOGPROBS,
         offset: int = 0,
     ) -> None:
         self.parent = parent
         self.start = start  # depth of the first token
         self.ids = ids  # [n]
         self.call = call  # whose output this is; None: context
-        self.logprobs = logprobs  # [n], or [0] where not trainable
+        self.logprobs = _NO_LOGPROBS  # [n], or [0] where not trainable; as the tree was last looked at
         self.offset = offset  # of the first token in the call's output; 0 for context
         self.children: dict[int, list[Node]] = {}  # by first id
 
@@ -61,7 +64,7 @@ class Node:
 
     @property
     def trainable(self) -> int:
-        """Tokens the policy sampled with a log-probability: all or none."""
+        """Tokens that may be loss targets: all or none."""
         return len(self.logprobs)
 
     @property
@@ -95,6 +98,7 @@ class View:
     leaves: tuple[Node, ...]  # ends of outputs below which nothing was sampled
     spans: tuple[tuple[int, int], ...]  # of each node: its leaves are leaves[first:last]
     roots: tuple[Node, ...]
+    untrainable: dict[str, str]  # call -> why its output is no loss target
 
 
 class Tree:
@@ -104,7 +108,7 @@ class Tree:
         self.execution = execution
         self.calls: dict[str, Call] = {}
         self.delivered: dict[str, bool] = {}
-        self.untrainable: dict[str, str] = {}  # call -> why its output is no loss target
+        self._flaws: dict[str, str] = {}  # call -> why its record alone makes its output no loss target
         self._prompts: dict[str, tuple[int, int]] = {}  # call -> whole prompt length, ancestors
         self._clear()
 
@@ -138,24 +142,30 @@ class Tree:
             if self.calls[call.call] != call:
                 raise BrokenCall(f"call {call.call!r} came twice with different records; call ids must be unique")
             self.delivered[call.call] |= delivered
+            self._view = None
             return
         prompt = self._check(call)
         self.calls[call.call] = call
         self.delivered[call.call] = delivered
         self._prompts[call.call] = prompt
         if call.output and (reason := _why_untrainable(call)):
-            self.untrainable[call.call] = reason
+            self._flaws[call.call] = reason
         self._view = None
         if not self._stale:
             self._stale = self._insert(call)
 
     def end(self, call: str) -> Node:
         """Node with the last token of a call's output (of its prompt, for an empty one). Raises `UnknownCall`."""
-        self._settle()
+        self.view()
         try:
             return self._ends[call]
         except KeyError:
             raise UnknownCall(f"no call {call!r} in the tree of {self.execution!r}") from None
+
+    @property
+    def untrainable(self) -> dict[str, str]:
+        """Why outputs are no loss targets, by call; calls without an output are not named."""
+        return self.view().untrainable
 
     @property
     def roots(self) -> tuple[Node, ...]:
@@ -184,7 +194,7 @@ class Tree:
 
     @property
     def trainable(self) -> int:
-        """Sampled tokens with a log-probability."""
+        """Sampled tokens that may be loss targets."""
         return sum(node.trainable for node in self.view().nodes)
 
     @property
@@ -256,8 +266,7 @@ class Tree:
         output = unpack_ids(call.output)
         others = node.children.get(int(output[0]), ())
         taken = any(other.call is None or other.children for other in others)
-        logprobs = _NO_LOGPROBS if call.call in self.untrainable else unpack_logprobs(call.logprobs)
-        self._ends[call.call] = _hang(Node(node, node.start + len(node.ids), output, call, logprobs))
+        self._ends[call.call] = _hang(Node(node, node.start + len(node.ids), output, call))
         return late and (self._ambiguous or taken)
 
     def _walk(self, start: Node, ids: NDArray[np.uint32]) -> tuple[Node, int, int]:
@@ -286,7 +295,17 @@ class Tree:
             at = at.parent
         return (0.0, "")
 
+    def _unseen(self) -> dict[str, str]:
+        """Calls whose answer never reached the harness, as far as anybody can tell, with that as the reason."""
+        continued = {call.parent for call in self.calls.values()}
+        return {
+            name: "never delivered, and nothing continues it"
+            for name, call in self.calls.items()
+            if call.output and not (self.delivered[name] or name in continued or self._ends[name].children)
+        }
+
     def _look(self) -> View:
+        untrainable = self._unseen() | self._flaws
         before = [self._root]
         for node in before:  # grows: parents before children
             before.extend(child for group in node.children.values() for child in group)
@@ -297,6 +316,9 @@ class Tree:
             oldest[id(node)] = min(age, oldest.get(id(node), age))
         for node in reversed(before):
             if node.call is not None:
+                mine = slice(node.offset, node.offset + len(node.ids))
+                flawed = node.call.call in untrainable
+                node.logprobs = _NO_LOGPROBS if flawed else unpack_logprobs(node.call.logprobs)[mine]
                 sampled.add(id(node))
                 oldest[id(node)] = min(self._age(node.call), oldest.get(id(node), self._age(node.call)))
             if node.parent is not None:
@@ -327,11 +349,13 @@ class Tree:
             if parent is not None and parent is not self._root:
                 last[where[id(parent)]] = max(last[where[id(parent)]], last[i])
         roots = tuple(node for node in nodes if node.parent is self._root)
-        return View(tuple(nodes), tuple(leaves), tuple(zip(first, last, strict=True)), roots)
+        return View(tuple(nodes), tuple(leaves), tuple(zip(first, last, strict=True)), roots, untrainable)
 
 
 def _why_untrainable(call: Call) -> str:
-    """Empty when the output's log-probabilities can be trained on."""
+    """Empty when nothing in the record forbids to train on its output."""
+    if call.finish in ("abort", "error"):
+        return f"ended with {call.finish!r}, so it is no whole answer"
     logprobs = unpack_logprobs(call.logprobs)
     if not len(logprobs):
         return "no log-probabilities"
@@ -350,13 +374,13 @@ def _hang(node: Node) -> Node:
 
 def _split(node: Node, at: int) -> Node:
     """Cut `node` before its token `at`; it stays the lower part. Return the new upper part."""
-    upper = Node(node.parent, node.start, node.ids[:at], node.call, node.logprobs[:at], node.offset)
+    upper = Node(node.parent, node.start, node.ids[:at], node.call, node.offset)
     assert node.parent is not None  # noqa: S101 - the root has no token to cut at
     group = node.parent.children[int(node.ids[0])]
     group[group.index(node)] = upper
     node.parent, node.start = upper, node.start + at
     node.offset += at if node.call else 0
-    node.ids, node.logprobs = node.ids[at:], node.logprobs[at:]
+    node.ids = node.ids[at:]
     upper.children[int(node.ids[0])] = [node]
     return upper
 
