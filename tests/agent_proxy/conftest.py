@@ -153,6 +153,7 @@ class ScriptedEngine:
         self.version = "0"
         self.refuse: str | None = None
         self.self_abort: int | None = None
+        self.report: tuple[int, dict[str, Any]] | None = None  # after so many tokens: an error event
         self.pace = 0.0  # seconds a token
         self.requests: list[dict[str, Any]] = []
         self.aborts: list[str] = []
@@ -234,6 +235,10 @@ class ScriptedEngine:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for w in waits:
                     w.cancel()
+            if self.report is not None and len(ids) >= self.report[0]:
+                error = {"error": self.report[1]}
+                await response.write(b"data: " + json.dumps(error).encode() + b"\n\ndata: [DONE]\n\n")
+                return
             if aborted.is_set() or (self.self_abort is not None and len(ids) >= self.self_abort):
                 finish = {"type": "abort", "message": "Abort before completion"}
             elif self.cut is not None and len(ids) >= self.cut:

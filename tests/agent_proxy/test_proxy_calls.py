@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -147,6 +148,23 @@ async def test_a_call_is_recorded_before_its_answer_is_delivered(bench):
         async with client(proxy) as api:
             await answer(api, [{"role": "user", "content": "hi"}], stream=True)
     assert seen == ["Call", "answer written", "Delivered"]
+
+
+async def test_tool_call_ids_that_a_model_repeats_are_made_unique(bench, monkeypatch):
+    await bench.engine()
+    made = '<tool_call>\n{"name": "bash", "arguments": {"command": "%s"}}\n</tool_call>'
+    bench.brain.says(made % "one", made % "two")
+    async with bench.proxy() as proxy, client(proxy) as api:
+        parse = proxy.service._renderer.parse
+
+        def native(*args):
+            return msgspec.structs.replace(parse(*args), native_ids=("functions.bash:0",))
+
+        monkeypatch.setattr(proxy.service._renderer, "parse", native)
+        asks = [[{"role": "user", "content": text}] for text in ("hi", "ho")]
+        ids = [(await answer(api, ask, stream=False, tools=[BASH]))[1][0][0] for ask in asks]
+    assert ids[0] == "functions.bash:0"
+    assert ids[1].startswith("call_")
 
 
 async def test_missing_logprobs_make_a_call_untrainable(bench):

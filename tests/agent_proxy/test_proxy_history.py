@@ -165,6 +165,12 @@ def test_turns_are_restored_by_call_id(teller, replayed):
     assert teller.parent(S, user("q"), replayed, tool("out", "c1"), tools=BASH) == "a"
 
 
+def test_ids_of_tool_calls_that_were_sampled_are_known(teller):
+    teller.ask("a", S, user("go"), answer=said("", call("functions.bash:0")))
+    assert teller.history.knows("functions.bash:0")
+    assert not teller.history.knows("functions.bash:1")
+
+
 def test_a_dropped_parallel_call_is_a_foreign_turn(teller):
     teller.ask("a", S, user("q"), answer=said("x", call("c1"), call("c2")), tools=BASH)
     plan = teller.plan(S, user("q"), said("x", call("c2")), tool("out", "c2"), tools=BASH)

@@ -8,7 +8,9 @@ import openai
 import pytest
 
 from gyre_agent_proxy.config import ModelConfig, ProxyConfig
-from gyre_agent_proxy.serve import proxy
+from gyre_agent_proxy.errors import LinkFailed
+from gyre_agent_proxy.link import Link
+from gyre_agent_proxy.serve import proxy, until_stopped
 from gyre_sched import protocol as p
 from gyre_traj.log import read_log
 from gyre_transport.bus import Publisher, Server
@@ -158,3 +160,14 @@ async def test_the_proxy_serves_while_the_scheduler_is_away_and_follows_the_next
             await two.stop()
     assert len(first.requests) == 2
     assert len(second.requests) == 1
+
+
+@pytest.mark.parametrize("broken", ["_greet", "_follow"])
+async def test_a_proxy_that_cannot_follow_the_scheduler_any_more_stops(bench, bus, scheduler, monkeypatch, broken):
+    async def fail(*_):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Link, broken, fail)
+    async with serve(bench, bus) as running:
+        with pytest.raises(LinkFailed, match="the proxy stops: ValueError: a bug"):
+            await asyncio.wait_for(until_stopped(running), 30)

@@ -7,9 +7,13 @@ import asyncio
 import openai
 import pytest
 
+from gyre_agent_proxy.dialects import chat
+from gyre_agent_proxy.dialects.base import Defaults
 from gyre_agent_proxy.engines import Route
+from gyre_agent_proxy.errors import RecordError
+from gyre_traj import Tree
 from gyre_traj.log import read_log
-from gyre_traj.records import unpack_ids, unpack_logprobs
+from gyre_traj.records import Delivered, unpack_ids, unpack_logprobs
 
 ASK = [{"role": "user", "content": "hi"}]
 LONG = "a rather long answer that takes its engine quite some tokens to write down"
@@ -189,6 +193,89 @@ async def test_what_the_engine_refuses_is_the_harness_s_error(bench):
             await text_of(api, ASK, False)
         assert proxy.service.metrics.counts["calls_failed"] == 0
         assert proxy.service.metrics.counts["calls_refused"] == 1
+
+
+@pytest.mark.parametrize(("after", "code"), [(3, 400), (3, 500), (0, 500), (0, None)])
+async def test_an_engine_s_error_event_is_continued_elsewhere(bench, after, code):
+    a, b = await two_engines(bench)
+    a.report = after, {"message": "out of memory"} | ({"code": code} if code else {})
+    bench.brain.says(LONG, LONG)  # one that failed at once has used up its answer
+    async with bench.proxy() as proxy, client(proxy) as api:
+        assert await text_of(api, ASK, False) == LONG
+        counts = proxy.service.metrics.counts
+        assert (counts["engine_failures"], counts["calls"], counts["calls_moved"]) == (1, 1, int(after > 0))
+    assert b.requests
+
+
+async def test_an_error_event_with_400_before_the_first_token_refuses_the_request(bench):
+    a = await bench.engine()
+    a.report = 0, {"message": "longer than the context", "code": 400}
+    async with bench.proxy() as proxy, client(proxy) as api:
+        with pytest.raises(openai.BadRequestError, match="longer than the context"):
+            await text_of(api, ASK, False)
+    assert len(a.requests) == 1
+
+
+async def test_a_call_nobody_waits_for_is_no_move_of_the_drain_it_was_told_of(bench):
+    a = await bench.engine()
+    a.hold = 3
+    async with bench.proxy() as proxy, client(proxy) as api:
+        asking = asyncio.create_task(text_of(api, ASK, False))
+        await a.held.wait()
+        (generation,) = proxy.pool.engines[a.url].active
+        generation.move("drain")
+        generation.abandon()
+        with pytest.raises(openai.APIStatusError):
+            await asking
+        counts = proxy.service.metrics.counts
+        assert (counts["moves"], counts["calls"], counts["calls_aborted"], counts["calls_moved"]) == (0, 0, 1, 0)
+
+
+async def test_a_call_is_recorded_once_when_the_record_of_its_delivery_fails(bench):
+    a = await bench.engine()
+    a.hold = 3
+    async with bench.proxy() as proxy, client(proxy) as api:
+        append = proxy.service._recorder.append
+
+        def full(execution, record):
+            if isinstance(record, Delivered):
+                raise RecordError("no space left")
+            append(execution, record)
+
+        proxy.service._recorder.append = full
+        asking = asyncio.create_task(text_of(api, ASK, False))
+        await a.held.wait()
+        (generation,) = proxy.pool.engines[a.url].active
+        generation.abandon()
+        with pytest.raises(openai.APIStatusError):
+            await asking
+    log = only_log(bench)
+    assert [c.finish for c in log.calls] == ["abort"]
+    assert Tree.from_log(log).trainable == 0
+
+
+async def test_a_failed_attempt_leaves_the_one_that_replaced_it(bench):
+    a = await bench.engine()
+    a.hold = 3
+    request = chat.read_request(b'{"messages": [{"role": "user", "content": "hi"}]}', Defaults())
+    async with bench.proxy() as proxy:
+        first = proxy.service.submit("e", request, {})
+        await a.held.wait()
+        first.generation.abandon()  # no longer joinable
+        append = proxy.service._recorder.append
+
+        def full(execution, record):
+            proxy.service._recorder.append = append
+            raise RecordError("no space left")
+
+        proxy.service._recorder.append = full
+        second = proxy.service.submit("e", request, {})
+        assert second is not first
+        with pytest.raises(RecordError):
+            await first.reply
+        assert proxy.service.submit("e", request, {}) is second
+        a.release()
+        await second.reply
 
 
 async def test_a_client_that_goes_away_ends_its_generation_at_the_engine(bench):

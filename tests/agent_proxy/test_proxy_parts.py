@@ -279,18 +279,37 @@ def test_failures_pause_an_engine_longer_each_time_and_a_refresh_ends_the_pause(
     pool = pool_of(CORE)
     state = pool.choose("a", 0.0)
     pauses = []
+    now = 10.0
     for _ in range(4):
-        pool.failed(state, 10.0)
-        pauses.append(pool.next_try(10.0))
+        pool.failed(state, now)
+        pauses.append(pool.next_try(now))
+        assert take(pool, "a", now + pauses[-1] - 0.1) is None
+        now += pauses[-1]
     assert pauses == [1.0, 2.0, 4.0, 4.0]
-    assert take(pool, "a", 13.9) is None
-    assert take(pool, "a", 14.0) == "core"
-    pool.failed(state, 20.0)
-    pool.update(2, [Route("core", "u9", 2)])
-    assert take(pool, "a", 20.0) == "core"
-    pool.succeeded(state)
+    assert take(pool, "a", now) == "core"
     pool.failed(state, 30.0)
-    assert pool.next_try(30.0) == 1.0
+    assert take(pool, "a", 30.0) is None
+    pool.update(2, [Route("core", "u9", 2)])
+    assert take(pool, "a", 30.0) == "core"
+    pool.succeeded(state)
+    pool.failed(state, 40.0)
+    assert pool.next_try(40.0) == 1.0
+
+
+def test_the_death_of_an_engine_is_one_failure_whatever_was_open_there():
+    pool = pool_of(CORE)
+    state = pool.choose("a", 0.0)
+    for _ in range(32):
+        pool.failed(state, 10.0)
+    assert (state.failures, pool.next_try(10.0)) == (1, 1.0)
+
+
+def test_an_engine_may_fail_for_ever():
+    pool = pool_of(CORE)
+    state = pool.choose("a", 0.0)
+    for i in range(3000):
+        pool.failed(state, 10.0 * i)
+    assert pool.next_try(10.0 * 2999) == 4.0
 
 
 def test_a_failed_engine_is_passed_over_while_there_is_another():

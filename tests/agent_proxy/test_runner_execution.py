@@ -309,3 +309,17 @@ async def test_a_program_that_cannot_be_executed(tmp_path: Path, make_task: Call
 def test_placeholders_are_filled_once_and_other_braces_stay() -> None:
     values = {"python": sys.executable, "instruction": "use {key}", "key": "k"}
     assert fill('{"a": "{key}"} {instruction} {unknown} {', values) == '{"a": "k"} use {key} {unknown} {'
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "dangling", "folder"])
+def test_a_reward_that_is_no_regular_file_is_no_reward(tmp_path: Path, kind: str) -> None:
+    reward = tmp_path / "reward.txt"
+    (tmp_path / "other").write_text("1")
+    if kind == "fifo":
+        os.mkfifo(reward)
+    elif kind == "folder":
+        reward.mkdir()
+    else:
+        reward.symlink_to("other" if kind == "link" else "nowhere")
+    with pytest.raises(EvaluatorFailed, match=r"no regular file|cannot be read"):
+        read_reward(tmp_path)

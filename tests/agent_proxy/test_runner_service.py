@@ -61,6 +61,7 @@ class World:
         self.closed: list[str] = []
         self.alive = self.most_alive = 0
         self.decides = True
+        self.refuses = ""  # an execution whose end the scheduler does not take
 
     def context(self) -> Context:
         return Context(self.folder / "config.toml")
@@ -83,6 +84,8 @@ class World:
                 self.started.append(execution)
                 self.alive += 1
                 self.most_alive = max(self.most_alive, self.alive)
+            case sched.Terminated(execution=self.refuses):
+                raise ValueError("none of the 0 dispatched")
             case sched.Terminated(execution=execution):
                 self.terminated.append(execution)
                 self.alive -= 1
@@ -236,6 +239,50 @@ async def test_refusals_and_silence_reach_the_operator(make_world: Callable[...,
             await peers.close_execution("e", "key")
 
 
+async def test_a_full_feed_is_asked_again(make_world: Callable[..., Any], tmp_path: Path) -> None:
+    class FeedError(Exception):
+        """As the feed's, whose name is what travels."""
+
+    answers = [FeedError("9 groups wait; submit 'e' again later"), intake.Accepted(execution="e"), FeedError("no")]
+
+    async def full(request: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, FeedError):
+            raise answer
+        return answer
+
+    bus = BusConfig(dir=str(tmp_path))
+    submission = intake.Submit(
+        execution="e", task="t", group="g", group_size=1, log="", outcome=intake.Outcome(ending=Ending.ABORTED)
+    )
+    async with (
+        Server(bus.address("feed.intake"), intake.Request, full),
+        Peers(bus, "http://127.0.0.1:9", within=30) as peers,
+    ):
+        await peers.submit(submission)
+        with pytest.raises(PeerError, match="the feed refused Submit: FeedError: no"):
+            await peers.submit(submission)
+
+
+async def test_a_burst_that_only_has_to_be_scored_needs_no_grant(make_world: Callable[..., Any]) -> None:
+    """The scheduler saw its end and grants it no more; a scheduler that began anew does not even know of it."""
+    world = await make_world()
+    ledger = Ledger(world.folder / "run" / "ledger.sqlite")
+    names = [f"b0-g{g:02d}-e{e}" for g in range(2) for e in range(3)]
+    ledger.dispatch([(name, "one", name[:6]) for name in names], 0)
+    for name in names:
+        ledger.started(name)
+        ledger.terminated(name, "exit 0")
+        (world.folder / "run" / "workspaces" / name).mkdir(parents=True)
+    ledger.judged(names[0], intake.Outcome(ending=Ending.ABORTED))
+    ledger.close()
+    world.refuses = names[1]
+    await serve(world.context())
+    assert not world.asked
+    assert sorted(world.terminated) == names[:1] + names[2:]
+    assert sorted(world.submitted) == names
+
+
 async def test_fates_that_never_come(make_world: Callable[..., Any]) -> None:
     world = await make_world(fates_within=0.1)
     world.decides = False
@@ -292,12 +339,14 @@ async def test_sigterm_ends_harnesses_and_a_restart_goes_on(make_world: Callable
     assert {(rows[n].state, rows[n].ending) for n in UP} == {(State.JUDGED, Ending.ABORTED)}
     assert {row.state for name, row in rows.items() if name not in UP} == {State.DISPATCHED}
     assert not world.submitted
+    assert not world.terminated
 
     (world.folder / "agent.py").write_text(HARNESS)
     world.dispatched = 0
     await serve(world.context())
     rows = world.rows()
     assert {rows[n].state for n in UP} == {State.EXCLUDED}
+    assert sorted(world.terminated) == sorted(set(world.closed)) == sorted(rows), "the water level reaches 0"
     assert {row.state for row in rows.values()} == {State.TRAINED, State.PLACEHOLDER, State.EXCLUDED}
     assert len(world.submitted) == 6
 

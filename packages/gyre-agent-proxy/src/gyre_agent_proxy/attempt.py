@@ -28,6 +28,7 @@ class Attempt:
         self.generation: Generation | None = None
         self.reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self.reply.add_done_callback(lambda f: f.cancelled() or f.exception())  # a failure nobody waits for is logged
+        self.recorded = False  # its call is in the log
         self.delivered = False
         self.thinking = False  # the prompt opened the reasoning
         self.unattended = asyncio.Event()  # no connection waits, or is written to, any more

@@ -85,7 +85,7 @@ async def _alone(args: argparse.Namespace) -> None:
     secret = load_secret(args.secret) if args.secret is not None else None
     async with proxy(config, model, calls=args.calls, secret=secret) as running:
         print(f"serving at {running.url}/v1", flush=True)
-        await until_stopped(running.url)
+        await until_stopped(running)
 
 
 def _runner(args: argparse.Namespace) -> int:

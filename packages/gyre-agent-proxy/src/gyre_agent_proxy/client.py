@@ -32,9 +32,9 @@ class EngineClient:
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of `/generate` for at most `limit` new tokens.
 
-        fresh: nothing of the call was sampled yet, so what the engine refuses is the request itself. Raises
-        `EngineRefused` then, `StreamError` for any other answer that is no stream of events, aiohttp's errors when the
-        connection fails.
+        fresh: nothing of the call was sampled yet, so what the engine refuses with 400 before its first event is the
+        request itself. Raises `EngineRefused` then, `StreamError` for any other answer that is no stream of events,
+        aiohttp's errors when the connection fails.
         """
         body = {
             "input_ids": input_ids,
@@ -65,10 +65,11 @@ class EngineClient:
                     except msgspec.DecodeError as e:
                         raise StreamError(f"the engine's event is not a JSON object: {e}") from e
                     if "error" in event:
-                        if fresh:
+                        if fresh and _code(event["error"]) == 400:
                             raise EngineRefused(f"the engine refused the request: {_message(payload.decode())}")
                         raise StreamError(f"the engine reported: {_message(payload.decode())}")
                     yield event
+                    fresh = False
 
     async def abort(self, url: str, rid: str) -> None:
         """Ask the engine to end request `rid`; it answers alike whether it knows it or not."""
@@ -99,6 +100,11 @@ def sampling_params(sampling: Sampling, max_new_tokens: int, stop_ids: tuple[int
     if sampling.seed is not None:
         found["sampling_seed"] = sampling.seed
     return found
+
+
+def _code(error: Any) -> Any:
+    """The status inside an error event, which itself comes with status 200; None if there is none."""
+    return error.get("code") if isinstance(error, dict) else None
 
 
 def _message(text: str) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+_DOUBLINGS = 60  # of a pause; no limit is longer, and a float holds it
+
 
 class Movable(Protocol):
     """A generation under way at an engine."""
@@ -128,9 +130,14 @@ class Pool:
         return min(waits, default=None)
 
     def failed(self, state: EngineState, now: float) -> None:
-        """A request was lost at this engine: pause it, twice as long each time."""
+        """A request was lost at this engine: pause it, twice as long each time.
+
+        Requests that are lost during the pause were under way when it began: they are the same failure.
+        """
+        if now < state.retry_at:
+            return
         state.failures += 1
-        state.retry_at = now + min(self._limit, self._backoff * 2 ** (state.failures - 1))
+        state.retry_at = now + min(self._limit, self._backoff * 2 ** min(state.failures - 1, _DOUBLINGS))
 
     def succeeded(self, state: EngineState) -> None:
         """The engine answered."""

@@ -94,5 +94,9 @@ class ExecutionEnded(ProxyError):
     kind = "permission_error"
 
 
+class LinkFailed(ProxyError):
+    """The proxy can no longer follow the scheduler."""
+
+
 class ListenError(ProxyError):
     """The server's address cannot be used."""

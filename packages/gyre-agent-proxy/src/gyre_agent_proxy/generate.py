@@ -92,7 +92,8 @@ class Generation:
     def abandon(self) -> None:
         """Nobody wants the answer: abort at the engine and end with finish "abort"."""
         self._abandoned = True
-        self.move("abort")
+        self._reason = "abort"  # also when it was about to move: nothing goes on elsewhere
+        self._leave.set()
 
     async def run(self) -> Output:
         """Sample to the end. Raises `EngineRefused`, `EngineError`, `NoEngine`; `output` then holds what there is."""

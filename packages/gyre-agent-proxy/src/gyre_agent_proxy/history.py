@@ -127,6 +127,10 @@ class History:
         else:
             self._by_content.setdefault(identity(node.message), []).append(node)
 
+    def knows(self, call_id: str) -> bool:
+        """Whether a turn with this tool call id was sampled here."""
+        return call_id in self._by_call_id
+
     def known(self, message: Message) -> Node | None:
         """The call that sampled the assistant turn `message`, if its ids are certain."""
         if not message.calls:

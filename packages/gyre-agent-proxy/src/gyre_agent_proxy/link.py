@@ -40,25 +40,31 @@ class Link:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Follow the scheduler until cancelled; never fails because the scheduler does."""
+        """Follow the scheduler until cancelled; never fails because the scheduler does, only by an error of its own."""
         subscriber = Subscriber(self._events, protocol.Publication, silence=self._silence)
-        greeting = asyncio.create_task(self._greet(), name="greet")
+        ways = {asyncio.create_task(way, name="link") for way in (self._greet(), self._follow(subscriber))}
         try:
-            while True:
-                try:
-                    message = await subscriber.receive()
-                except BusError as e:
-                    log.warning("%s; keeping the last routes", e)
-                    continue
-                if isinstance(message, protocol.Routes):
-                    await self._apply(message)
+            done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()  # neither returns, so this raises
         finally:
-            tasks = [greeting, *self._draining.values(), *self._tasks]
+            tasks = [*ways, *self._draining.values(), *self._tasks]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await subscriber.close()
             await self._client.close()
+
+    async def _follow(self, subscriber: Subscriber) -> None:
+        """Take over what is published."""
+        while True:
+            try:
+                message = await subscriber.receive()
+            except BusError as e:
+                log.warning("%s; keeping the last routes", e)
+                continue
+            if isinstance(message, protocol.Routes):
+                await self._apply(message)
 
     async def _greet(self) -> None:
         """Say hello again and again: a scheduler that was restarted must learn of this proxy."""

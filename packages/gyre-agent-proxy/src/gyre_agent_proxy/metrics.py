@@ -19,11 +19,12 @@ COUNTERS = (
     "calls_refused",  # answered with an error because of what the request says
     "calls_aborted",  # nobody waited for the answer any more
     "calls_moved",  # calls that more than one engine worked on
-    "calls_untrainable",  # without log-probabilities
+    "calls_untrainable",  # answered, but without log-probabilities
     "moves",  # requests that left a draining engine
     "attempts",  # requests sent to engines
     "engine_failures",  # requests lost at an engine
     "duplicates",  # requests that joined an earlier one's attempt
+    "logs_cut",  # logs that ended in part of a record, which was cut off
     "undelivered",  # answers whose connection was lost
     "forks",  # prompts that could not be proven to extend the call they continue
     "roots",  # prompts that continue no call

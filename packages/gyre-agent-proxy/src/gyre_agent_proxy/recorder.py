@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
 from gyre_agent_proxy.errors import RecordError
+from gyre_agent_proxy.metrics import Metrics
 from gyre_traj.errors import LogError
 from gyre_traj.log import Log, LogWriter, read_log
 from gyre_traj.records import Header, Record
+
+log = logging.getLogger(__name__)
 
 
 class Recorder:
     """Opens and holds the logs in one folder."""
 
-    def __init__(self, folder: Path, *, model: str = "", tokenizer_hash: str = "") -> None:
+    def __init__(
+        self, folder: Path, *, model: str = "", tokenizer_hash: str = "", metrics: Metrics | None = None
+    ) -> None:
         self.folder = folder
+        self._metrics = metrics or Metrics()
         self._model, self._hash = model, tokenizer_hash
         self._writers: dict[str, LogWriter] = {}
 
@@ -29,6 +36,13 @@ class Recorder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             writer = self._writers[execution] = LogWriter(path)
+            if writer.torn:
+                self._metrics.add("logs_cut")
+                log.warning(
+                    "%s: its call log ended in %d bytes of a record that was never whole; they were cut off",
+                    execution,
+                    writer.torn,
+                )
             before = read_log(path)
             if before.header is None:
                 writer.append(

@@ -18,7 +18,7 @@ from gyre_agent_proxy.client import EngineClient
 from gyre_agent_proxy.config import ModelConfig, ProxyConfig
 from gyre_agent_proxy.dialects.base import Defaults
 from gyre_agent_proxy.engines import Pool
-from gyre_agent_proxy.errors import ListenError
+from gyre_agent_proxy.errors import LinkFailed, ListenError
 from gyre_agent_proxy.generate import Engines
 from gyre_agent_proxy.keys import load_secret
 from gyre_agent_proxy.link import Link, static_routes
@@ -38,10 +38,11 @@ log = logging.getLogger(__name__)
 class Proxy:
     """A running proxy."""
 
-    def __init__(self, url: str, pool: Pool, service: Service) -> None:
+    def __init__(self, url: str, pool: Pool, service: Service, link: asyncio.Task[None] | None) -> None:
         self.url = url  # without /v1
         self.pool = pool
         self.service = service
+        self.link = link  # follows the scheduler and does not end by itself; None without one
 
 
 @contextlib.asynccontextmanager
@@ -72,7 +73,7 @@ async def proxy(
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         client = EngineClient(session, renderer.stop_ids, connect=config.connect_timeout, silence=config.silence)
         engines = Engines(pool, client, config, counters, renderer.vocabulary)
-        recorder = Recorder(calls, model=model.name, tokenizer_hash=renderer.vocabulary.hash)
+        recorder = Recorder(calls, model=model.name, tokenizer_hash=renderer.vocabulary.hash, metrics=counters)
         service = Service(renderer, engines, recorder, roles)
         server = Server(
             service,
@@ -92,17 +93,20 @@ async def proxy(
         counters.start()
         stack.push_async_callback(counters.stop)
         stack.push_async_callback(service.stop)
+        following: asyncio.Task[None] | None = None
         if bus is not None:
             link = Link(bus, pool, url)
             engines.lost = link.lost
             following = asyncio.create_task(link.run(), name="link")
-            following.add_done_callback(_ended)
             stack.push_async_callback(_cancel, following)
-        yield Proxy(url, pool, service)
+        yield Proxy(url, pool, service, following)
 
 
 async def serve(context: Context) -> None:
-    """The run's proxy: section [proxy] and [model] of the resolved config; returns after SIGTERM or SIGINT."""
+    """The run's proxy: section [proxy] and [model] of the resolved config; returns after SIGTERM or SIGINT.
+
+    Raises `LinkFailed` and what `proxy` raises.
+    """
     config = section(context.data, "proxy", ProxyConfig)
     model = section(context.data, "model", ModelConfig)
     bus = None if config.engines else context.bus
@@ -117,18 +121,27 @@ async def serve(context: Context) -> None:
         metrics=context.dir.metrics / "proxy.json",
         bus=bus,
     ) as running:
-        await until_stopped(running.url)
+        await until_stopped(running)
 
 
-async def until_stopped(url: str) -> None:
-    """Say that the proxy serves, and wait for SIGTERM or SIGINT."""
+async def until_stopped(running: Proxy) -> None:
+    """Say that the proxy serves, and wait for SIGTERM or SIGINT. Raises `LinkFailed` when its routes are frozen."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    ready(url=url)
-    log.info("serving at %s", url)
+    ready(url=running.url)
+    log.info("serving at %s", running.url)
+    if running.link is not None:
+        running.link.add_done_callback(lambda _: stop.set())
     await stop.wait()
+    if running.link is not None and running.link.done():
+        e = running.link.exception()
+        log.critical("the link to the scheduler failed", exc_info=e)
+        raise LinkFailed(
+            f"the link to the scheduler failed, so routes could not change any more and the proxy stops: "
+            f"{type(e).__name__}: {e}; see its log, then start it again"
+        ) from e
     log.info("stopping")
 
 
@@ -148,8 +161,3 @@ async def _listen(runner: web.AppRunner, config: ProxyConfig) -> str:
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (e := task.exception()) is not None:
-        log.critical("the link to the scheduler failed; routes will not change any more", exc_info=e)

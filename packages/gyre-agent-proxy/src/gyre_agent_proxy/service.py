@@ -213,16 +213,16 @@ class Service:
         try:
             await generation.run()
             if output.finish == "abort":
+                self.metrics.add("calls_aborted")
                 self._record(execution, attempt, plan, output, None)
                 self._recorder.append(execution.name, Delivered(call=attempt.call, ok=False))
-                self.metrics.add("calls_aborted")
                 attempt.settle(
                     ExecutionEnded(f"execution {execution.name!r} was closed while this call was answered")
                     if execution.name in self._ended
                     else NoEngine("the call was aborted: the proxy is stopping, or nobody waited for its answer")
                 )
                 return
-            reply = self._reply(attempt, plan, output)
+            reply = self._reply(execution, attempt, plan, output)
             node = self._record(execution, attempt, plan, output, reply)
             execution.history.insert(node)
             attempt.settle(reply)
@@ -242,15 +242,16 @@ class Service:
         self, execution: Execution, attempt: Attempt, plan: Plan, output: Output, error: ProxyError
     ) -> None:
         output.finish = "error"
-        if output.ids and not attempt.reply.done():
+        if output.ids and not attempt.recorded:
             try:
                 self._record(execution, attempt, plan, output, None)
             except ProxyError as e:
                 log.error("%s", e)
-        execution.attempts.pop(attempt.request.digest, None)
+        if execution.attempts.get(attempt.request.digest) is attempt:
+            del execution.attempts[attempt.request.digest]
         attempt.settle(error)
 
-    def _reply(self, attempt: Attempt, plan: Plan, output: Output) -> Reply:
+    def _reply(self, execution: Execution, attempt: Attempt, plan: Plan, output: Output) -> Reply:
         request = attempt.request
         said = self._renderer.parse(
             plan.prompt[-16:].tolist() if self._renderer.plain else plan.prompt.tolist(),
@@ -258,7 +259,10 @@ class Service:
             request.conversation.tools,
             request.sampling.stop,
         )
-        ids = said.native_ids or tuple(f"call_{uuid.uuid4().hex[:24]}" for _ in said.calls)
+        ids = said.native_ids
+        # Models count their calls from anew; an id that is not unique in the execution would name another turn.
+        if not ids or len(set(ids)) < len(ids) or any(map(execution.history.knows, ids)):
+            ids = tuple(f"call_{uuid.uuid4().hex[:24]}" for _ in said.calls)
         calls = tuple(ToolCall(id=i, name=n, arguments=a) for i, (n, a) in zip(ids, said.calls, strict=True))
         return Reply(
             call=attempt.call,
@@ -273,7 +277,7 @@ class Service:
         )
 
     def _record(self, execution: Execution, attempt: Attempt, plan: Plan, output: Output, reply: Reply | None) -> Node:
-        """Write the call to its log and return its node. Raises `RecordError`."""
+        """Write the call to its log, where it must be once at most, and return its node. Raises `RecordError`."""
         node = node_of(attempt.call, plan, output, reply)
         call = call_of(
             execution.name,
@@ -286,9 +290,12 @@ class Service:
             template_hash=self._renderer.hash,
         )
         self._recorder.append(execution.name, call)
-        self.metrics.add("calls")
-        self.metrics.add("calls_moved", len({a.engine for a in output.attempts}) > 1)
-        self.metrics.add("calls_untrainable", not call.logprobs)
+        attempt.recorded = True
+        if reply is not None:
+            worked = {a.engine for a in output.attempts if a.tokens or not a.end.startswith("error")}
+            self.metrics.add("calls")
+            self.metrics.add("calls_moved", len(worked) > 1)
+            self.metrics.add("calls_untrainable", not call.logprobs)
         self.metrics.add("prompt_tokens", len(plan.prompt))
         self.metrics.add("completion_tokens", len(output.ids))
         return node

@@ -16,7 +16,7 @@ from gyre_agent_proxy.keys import make_key
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import HarnessError
 from gyre_agent_proxy.runner.execution import Harness, finish, start
-from gyre_agent_proxy.runner.ledger import Ledger, State
+from gyre_agent_proxy.runner.ledger import RUNNABLE, UNFINISHED, Ledger, State
 from gyre_agent_proxy.runner.peers import Peers
 from gyre_agent_proxy.runner.scoring import Scorer
 from gyre_agent_proxy.runner.tasks import Task
@@ -92,9 +92,9 @@ class Journey:
                 await self._run(name, self._tasks[row.task])
             elif row.state is State.STARTED:
                 self._ledger.terminated(name, _LOST)
-            if row.state in (State.DISPATCHED, State.STARTED, State.TERMINATED):
+            if row.state in UNFINISHED:  # a judged one, too: the runner may have been stopped before it said so
                 calls = await self._peers.close_execution(name, make_key(self._secret, name))
-                await self._peers.terminated(name)
+                await self._peers.terminated(name, again=row.state not in RUNNABLE)
         row = self._ledger.row(name)
         if row.state is State.TERMINATED:
             outcome = await self._judge(name, self._tasks[row.task], row.why)

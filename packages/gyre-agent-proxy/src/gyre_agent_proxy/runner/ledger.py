@@ -42,6 +42,8 @@ class State(StrEnum):
 
 
 FATES = frozenset({State.TRAINED, State.EXCLUDED, State.PLACEHOLDER})
+RUNNABLE = frozenset({State.DISPATCHED, State.STARTED})  # a harness runs, or is still to run
+UNFINISHED = RUNNABLE | {State.TERMINATED, State.JUDGED}  # the feed does not have it
 _NEXT: dict[State, frozenset[State]] = {
     State.DISPATCHED: frozenset({State.STARTED}),
     State.STARTED: frozenset({State.TERMINATED}),

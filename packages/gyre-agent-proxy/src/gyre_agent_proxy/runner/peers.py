@@ -1,7 +1,7 @@
 """Who the runner talks to: the scheduler (bursts, water level), the feed's intake, the proxy.
 
 A peer that is restarted is waited for: every request here may be sent twice, and is sent again until `within` seconds
-have passed. A peer's refusal is an error at once.
+have passed. A peer's refusal is an error at once, unless it asks for the same again later: a feed that is full does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gyre_agent_proxy.runner.errors import RunnerError
 from gyre_sched import protocol as sched
 from gyre_traj import intake
 from gyre_transport.bus import Client
-from gyre_transport.errors import BusError, DeadlineExceeded
+from gyre_transport.errors import BusError, DeadlineExceeded, RemoteError
 from gyre_transport.run import BusConfig
 
 log = logging.getLogger(__name__)
@@ -71,9 +71,17 @@ class Peers:
         """Tell the scheduler."""
         await self._call("scheduler", self._scheduler, sched.Started(execution=execution))
 
-    async def terminated(self, execution: str) -> None:
-        """Tell the scheduler."""
-        await self._call("scheduler", self._scheduler, sched.Terminated(execution=execution))
+    async def terminated(self, execution: str, *, again: bool) -> None:
+        """Tell the scheduler.
+
+        again: it may have been told before, so one that has begun anew since and counts nothing may refuse it.
+        """
+        try:
+            await self._call("scheduler", self._scheduler, sched.Terminated(execution=execution))
+        except PeerError as e:
+            if not again or not isinstance(e.__cause__, RemoteError):
+                raise
+            log.warning("%s; going on, since its end is not news", e)
 
     async def submit(self, submission: intake.Submit) -> None:
         """Hand a finished execution to the feed."""
@@ -126,7 +134,16 @@ class Peers:
                     raise PeerError(f"the {name} gave no answer for {self._within:g} s: {e}") from e
                 log.warning("%s; trying again", e)
             except BusError as e:
+                if _later(e) and time.monotonic() < end:
+                    log.warning("the %s: %s; trying again", name, e)
+                    await asyncio.sleep(_PAUSE)
+                    continue
                 raise PeerError(f"the {name} refused {type(request).__name__}: {e}") from e
+
+
+def _later(e: BusError) -> bool:
+    """Whether the refusal is one of the moment."""
+    return isinstance(e, RemoteError) and e.kind == "FeedError" and "again later" in e.message
 
 
 def _calls(body: Any) -> int | None:

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,13 +122,12 @@ class Scorer:
 def read_reward(folder: Path) -> tuple[float, str]:
     """Return (reward in [0, 1], what else reward.json says) from reward.json or else reward.txt in `folder`.
 
-    Raises `EvaluatorFailed` when there is no file or no finite number in [0, 1] in it.
+    Raises `EvaluatorFailed` when there is no regular file or no finite number in [0, 1] in it.
     """
     for name in ("reward.json", "reward.txt"):
         path = folder / name
         try:
-            with path.open("rb") as f:
-                raw = f.read(_REWARD_BYTES)
+            raw = _content(path)
         except FileNotFoundError:
             continue
         except OSError as e:
@@ -138,6 +138,18 @@ def read_reward(folder: Path) -> tuple[float, str]:
             raise EvaluatorFailed(f"{name} holds {raw[:80]!r}, expected a number in [0, 1]: {e}") from e
         return _reward(value, name)
     raise EvaluatorFailed("the verifier wrote neither reward.json nor reward.txt into $LOGS_DIR/verifier")
+
+
+def _content(path: Path) -> bytes:
+    """The beginning of a regular file. Raises `EvaluatorFailed` for anything else, which could block or lead away."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise EvaluatorFailed(f"{path.name} is no regular file; the verifier writes its reward into one")
+        with open(fd, "rb", closefd=False) as f:
+            return f.read(_REWARD_BYTES)
+    finally:
+        os.close(fd)
 
 
 def _reward(value: Any, name: str) -> tuple[float, str]:

@@ -25,7 +25,7 @@ from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import RunnerError
 from gyre_agent_proxy.runner.execution import harness
 from gyre_agent_proxy.runner.journey import Journey
-from gyre_agent_proxy.runner.ledger import Ledger, State
+from gyre_agent_proxy.runner.ledger import RUNNABLE, UNFINISHED, Ledger, State
 from gyre_agent_proxy.runner.peers import Peers
 from gyre_agent_proxy.runner.scoring import Scorer
 from gyre_agent_proxy.runner.tasks import load_tasks
@@ -97,12 +97,14 @@ class Runner:
 
     async def _burst(self, index: int, journey: Journey, peers: Peers) -> None:
         planned = dispatch.burst(index, self._context.batch, self._order)
-        before = {row.id: row.state for row in self._ledger.rows(index)}
-        on_the_way = (State.DISPATCHED, State.STARTED, State.TERMINATED, State.JUDGED)
-        if before and not any(state in on_the_way for state in before.values()):
+        before = {row.state for row in self._ledger.rows(index)}
+        if before.isdisjoint(UNFINISHED) and before:
             return  # an earlier runner of this run finished it
-        capacity = await peers.grant(index, len(planned), self._config.grant_within)
-        self._ledger.dispatch([(p.execution, p.task, p.group) for p in planned], index)
+        if before.isdisjoint(RUNNABLE) and before:
+            capacity = len(planned)  # only scoring and submission are left; the scheduler may have ended the burst
+        else:
+            capacity = await peers.grant(index, len(planned), self._config.grant_within)
+            self._ledger.dispatch([(p.execution, p.task, p.group) for p in planned], index)
         alive = min(capacity, self._config.concurrency or capacity)
         log.info("burst %d: %d executions, at most %d at a time", index, len(planned), alive)
         slots = asyncio.Semaphore(alive)  # first come, first served: groups start in order
