@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from gyre_agent_proxy.runner.execution import harness
 from gyre_agent_proxy.runner.tasks import load_tasks
 from gyre_launch.config import Resolved
 from gyre_launch.errors import LaunchError
@@ -35,6 +36,7 @@ def check(resolved: Resolved) -> None:
     if run_dir.exists() and any(run_dir.iterdir()):
         raise LaunchError(f"run.dir {str(run_dir)!r} is not empty; choose another or remove it")
     load_tasks(Path(resolved.runner.tasks))
+    harness(resolved.runner, resolved.model.name, "", run_dir)  # raises for a command that cannot start
     architecture.read(resolved.model.path)
     existing = next(p for p in (run_dir, *run_dir.parents) if p.exists())
     free, needed = shutil.disk_usage(existing).free, disk_needed(resolved)

@@ -8,7 +8,7 @@ RUN = """
 source = "model"
 [runner]
 tasks = "tasks"
-harness = ["{python}", "harness.py"]
+harness = ["{python}", "{folder}/harness.py"]
 [run]
 steps = 4
 """
@@ -40,6 +40,7 @@ def run_toml(tmp_path: Path) -> Path:
     (task / "task.toml").write_text("")
     (task / "instruction.md").write_text("do it")
     (task / "tests" / "verify.py").write_text("")
+    (tmp_path / "harness.py").touch()
     path = tmp_path / "run.toml"
     path.write_text(RUN)
     return path

@@ -66,6 +66,15 @@ def test_a_task_without_verifier_is_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_harness_that_cannot_start_is_refused_at_once(
+    run_toml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", str(run_toml), f"run.dir={tmp_path}/out", "runner.harness=['no-such-program']"]
+    assert main(command) == 1
+    assert "'no-such-program' is not on PATH" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_used_run_directory_is_refused(run_toml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "something").touch()
