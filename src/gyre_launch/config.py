@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 import tomli_w
-from gyre_sched.engine.config import EngineConfig
 
 from gyre_agent_proxy.config import ProxyConfig
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_launch import models
 from gyre_sched.config import SchedConfig
+from gyre_sched.engine.config import EngineConfig
 from gyre_train.config import TrainConfig
 from gyre_train.feed.config import FeedConfig
 from gyre_transport.config import load, only, section
