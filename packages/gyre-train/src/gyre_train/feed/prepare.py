@@ -55,7 +55,7 @@ class PreparedExecution:
     version_sum: float = 0.0  # Σ version over the targets whose version is known
     versioned: int = 0  # number of those
     left_out: dict[str, int] = field(default_factory=dict)  # trainable tokens not selected, by role
-    untrainable_calls: int = 0  # calls whose log-probabilities are missing or no log-probabilities
+    untrainable_calls: int = 0  # calls without usable log-probabilities, or never seen by the harness
 
 
 @dataclass(frozen=True, slots=True)
