@@ -86,7 +86,7 @@ class Supervisor:
         runner = self.children.get("runner")
         if runner is not None:
             await runner.stop()
-        cells = [c for name, c in self.children.items() if name.startswith("cell-")]
+        cells = [c for name, c in sorted(self.children.items()) if name.startswith("cell-")]
         faults = await asyncio.gather(*(self._stop_cell(cell) for cell in cells))
         for name in ("proxy", "feed", "scheduler"):
             if (child := self.children.get(name)) is not None:
