@@ -172,7 +172,7 @@ async def test_bursts_to_the_end(make_world: Callable[..., Any]) -> None:
     executions = [f"b{b}-g{g:02d}-e{e}" for b in range(2) for g in range(2) for e in range(3)]
     assert sorted(world.started) == sorted(world.terminated) == sorted(world.submitted) == executions
     assert sorted(set(world.closed)) == executions
-    assert world.started[:2] == executions[:2]  # in group order
+    assert set(world.started[:2]) == set(executions[:2])  # groups in order; two slots start side by side
     assert world.most_alive <= 2  # what was granted
     assert world.asked == {0: 2, 1: 2}
     assert {s.group_size for s in world.submitted.values()} == {3}
