@@ -16,11 +16,11 @@ client = OpenAI(max_retries=0, timeout=300)
 model = os.environ["MODEL"]
 
 
-def ask(messages, role="main", stream=False):
+def ask(messages, role="main", stream=False, tokens=24):
     request = {
         "model": model,
         "messages": messages,
-        "max_tokens": 24,
+        "max_tokens": tokens,
         "temperature": 1.0,
         "extra_headers": {"x-gyre-role": role},
     }
@@ -40,7 +40,7 @@ review = ask([{"role": "system", "content": "review"}, {"role": "user", "content
 summary = ask([*history, {"role": "user", "content": "tell it in short"}], role="main-summary", stream=True)
 stats = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/gyre/stats"
 for turn in range(200 if "patient" in instruction else 0):
-    ask([{"role": "user", "content": f"{instruction} {turn}"}], role="sub-agent", stream=turn % 2 == 0)
+    ask([{"role": "user", "content": f"{instruction} {turn}"}], role="sub-agent", stream=turn % 2 == 0, tokens=256)
     if json.load(urllib.request.urlopen(stats, timeout=60))["calls_moved"]:  # noqa: S310
         break
 final = ask([{"role": "user", "content": f"{instruction}\n{summary}\n{review}"}])
