@@ -11,6 +11,7 @@ import pytest
 
 from gyre_traj import DEFAULT_PRIORITY, RolePriority, Tree, load_priority, select, weigh
 from gyre_traj.errors import BadChoice
+from gyre_traj.roles import harnesses, resolve
 
 
 @pytest.fixture
@@ -139,6 +140,29 @@ def test_priority_is_data(compacted: Tree, tmp_path: Path) -> None:
     assert DEFAULT_PRIORITY.rank("main") == 0
 
 
+def test_an_excluded_role_is_never_drawn_and_counted_as_left_out(compacted: Tree) -> None:
+    priority = RolePriority(priority=("main",), exclude=("title",))
+    everything, without = select(compacted, None, 0), select(compacted, None, 0, priority)
+    title = sum(int(t.target.sum()) for t in everything.trajectories if t.role == "title")
+    assert title > 0
+    assert "title" not in [t.role for t in without.trajectories]
+    assert without.left_out == {"title": title}
+
+
+def test_every_built_in_table_puts_main_first() -> None:
+    assert set(harnesses()) == {"claude-code", "codex", "opencode", "qwen-code", "mini-swe-agent", "openhands"}
+    for name in harnesses():
+        assert resolve(name).rank("main") == 0
+
+
+def test_a_table_is_named_or_a_file(tmp_path: Path) -> None:
+    table = tmp_path / "mine.toml"
+    table.write_text('[roles]\npriority = ["a"]\nexclude = ["b"]\n')
+    assert resolve(table) == resolve(str(table)) == RolePriority(priority=("a",), exclude=("b",))
+    with pytest.raises(BadChoice, match="expected one of"):
+        resolve("claude")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -147,6 +171,7 @@ def test_priority_is_data(compacted: Tree, tmp_path: Path) -> None:
         ("[roles]\npriorities = []", "unknown field"),
         ('[roles]\npriority = "main"', "Expected `array`"),
         ('[roles]\npriority = ["a", "a"]', "may appear once"),
+        ('[roles]\npriority = ["a"]\nexclude = ["a"]', "may appear once"),
     ],
 )
 def test_bad_tables_are_refused(tmp_path: Path, text: str, message: str) -> None:

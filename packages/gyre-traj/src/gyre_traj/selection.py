@@ -50,7 +50,8 @@ def select(tree: Tree, j_max: int | None, seed: int, priority: RolePriority = DE
 
     From the highest role class that still has unmasked trainable tokens, draw a leaf with probability proportional to
     the unmasked trainable tokens on its path, take the path, mask it; until nothing is left or `j_max` are taken
-    (None: no cap). The same (tree, seed) gives the same selection on every machine. Raises `BadChoice` for j_max < 1.
+    (None: no cap). Leaves of an excluded role are never drawn. The same (tree, seed) gives the same selection on every
+    machine. Raises `BadChoice` for j_max < 1.
     """
     if j_max is not None and j_max < 1:
         raise BadChoice(f"j_max must be at least 1, or None for no cap; got {j_max!r}")
@@ -61,10 +62,11 @@ def select(tree: Tree, j_max: int | None, seed: int, priority: RolePriority = DE
     for node, (first, last) in zip(view.nodes, view.spans, strict=True):
         unmasked[first:last] += node.trainable
     rank = np.array([priority.rank(leaf.role) for leaf in view.leaves], dtype=np.int64)
+    drawable = np.array([leaf.role not in priority.exclude for leaf in view.leaves], dtype=np.bool_)
 
     trajectories: list[Trajectory] = []
-    while unmasked.any() and (j_max is None or len(trajectories) < j_max):
-        weight = np.where(rank == rank[unmasked > 0].min(), unmasked, 0)
+    while (open_ := drawable & (unmasked > 0)).any() and (j_max is None or len(trajectories) < j_max):
+        weight = np.where(open_ & (rank == rank[open_].min()), unmasked, 0)
         leaf = view.leaves[_draw(weight, f"{seed}/{tree.execution}/{len(trajectories)}")]
         path = leaf.path()
         places = [where[id(node)] for node in path]
