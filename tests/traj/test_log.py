@@ -184,7 +184,7 @@ def test_a_log_begins_with_its_only_header(tmp_path: Path, first: Record, second
 
 
 def test_a_newer_writer_can_be_read(path: Path) -> None:
-    """Fields and kinds of records that this release does not know do not stop it."""
+    """Fields and kinds of records that this release does not know do not stop it, and are there for who knows them."""
 
     class Call2(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
         call: str
@@ -201,6 +201,8 @@ def test_a_newer_writer_can_be_read(path: Path) -> None:
     log = read_log(path)
     assert [call.call for call in log.calls] == ["a", "b", "c"]
     assert log.delivered["c"]
+    assert log.extra == {"c": {"future": {"x": 1}}}
+    assert log.foreign == [{"type": "novelty", "x": 1}]
     assert log.skipped == 1
 
 

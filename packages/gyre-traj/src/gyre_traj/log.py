@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ FORMAT = 1
 _MAGIC = b"GTRAJ\n"
 _PREFACE = _MAGIC + struct.pack("<H", FORMAT)
 _FRAME = struct.Struct("<II")
-_TAGS = {"header", "call", "delivered"}
+_FIELDS = {kind.__struct_config__.tag: {"type", *kind.__struct_fields__} for kind in (Header, Call, Delivered)}
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Record)
 
@@ -138,8 +138,14 @@ class Log:
     calls: list[Call] = field(default_factory=list)  # in the order written
     delivered: dict[str, bool] = field(default_factory=dict)  # call id -> some answer of it reached the harness whole
     torn: int = 0  # bytes after the last whole record: a dead writer's, or one that is writing now
-    skipped: int = 0  # records of kinds this package does not know
+    extra: dict[str, dict[str, Any]] = field(default_factory=dict)  # call id -> fields only newer releases know
+    foreign: list[dict[str, Any]] = field(default_factory=list)  # records of kinds only newer releases know
     _index: dict[str, Call] = field(default_factory=dict, repr=False)
+
+    @property
+    def skipped(self) -> int:
+        """Number of records of kinds this release does not know; they stay in the file, and in `foreign`."""
+        return len(self.foreign)
 
     def call(self, call: str) -> Call:
         """Return a call's record. Raises `UnknownCall`."""
@@ -189,11 +195,13 @@ def read_log(path: str | Path) -> Log:
     log = Log()
     end = min(len(data), len(_PREFACE))
     for start, end in _frames(data, str(path)):
-        record = _decode(memoryview(data)[start + _FRAME.size : end], f"log {str(path)!r}, byte {start}")
+        record, unknown = _decode(memoryview(data)[start + _FRAME.size : end], f"log {str(path)!r}, byte {start}")
         if record is None:
-            log.skipped += 1
+            log.foreign.append(unknown)
         elif isinstance(record, Call):
             log.calls.append(record)
+            if unknown:
+                log.extra.setdefault(record.call, unknown)
         elif isinstance(record, Delivered):
             log.delivered[record.call] = record.ok or log.delivered.get(record.call, False)
         elif log.header is None and not log.calls:
@@ -246,15 +254,14 @@ def _frames(data: bytes, name: str) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _decode(payload: memoryview, where: str) -> Record | None:
-    """Decode a payload; None for a kind of record that a newer writer knows."""
+def _decode(payload: memoryview, where: str) -> tuple[Record | None, dict[str, Any]]:
+    """Decode a payload into a record and the fields only a newer writer knows; no record: a kind only it knows."""
     try:
-        return _DECODER.decode(payload)
+        raw = msgspec.msgpack.decode(payload)
+        if isinstance(raw, dict) and isinstance(raw.get("type"), str) and raw["type"] not in _FIELDS:
+            return None, raw
+        record = _DECODER.decode(payload)
     except msgspec.MsgspecError as error:
-        try:
-            raw = msgspec.msgpack.decode(payload)
-        except msgspec.MsgspecError:
-            raw = None
-        if isinstance(raw, dict) and isinstance(raw.get("type"), str) and raw["type"] not in _TAGS:
-            return None
         raise CorruptLog(f"{where}: whole, but not a record of this package: {error}") from error
+    known = _FIELDS[raw["type"]]
+    return record, {name: value for name, value in raw.items() if name not in known}
