@@ -218,7 +218,15 @@ def test_equal_requests_have_equal_digests_whatever_their_stream_mode():
 )
 def test_wrong_requests_name_what_is_wrong(body, complaint):
     with pytest.raises(BadRequest, match=complaint):
-        chat.read_request(body, Defaults())
+        chat.read_request(body, Defaults(media="refuse"))
+
+
+def test_what_a_text_model_cannot_read_becomes_a_counted_note():
+    parts = [{"type": "text", "text": "see "}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
+    body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+    request = chat.read_request(body, Defaults())
+    assert request.conversation.messages[0].text == "see [image omitted: this model reads text only]"
+    assert request.omitted == 1
 
 
 # --- the pool ------------------------------------------------------------------------------------------------------

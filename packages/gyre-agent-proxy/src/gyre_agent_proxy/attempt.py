@@ -30,6 +30,7 @@ class Attempt:
         self.reply.add_done_callback(lambda f: f.cancelled() or f.exception())  # a failure nobody waits for is logged
         self.recorded = False  # its call is in the log
         self.delivered = False
+        self.prompt_tokens = 0
         self.thinking = False  # the prompt opened the reasoning
         self.unattended = asyncio.Event()  # no connection waits, or is written to, any more
         self.unattended.set()

@@ -19,6 +19,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     default_max_tokens: int = 4096  # for requests that name none; any limit is cut to what the context leaves
     temperature: float = 1.0  # for requests that name none
     top_p: float = 1.0  # for requests that name none
+    media: str = "note"  # images and files for a text model: "note" puts a text in their place, "refuse" answers 400
     keepalive: float = 10.0  # between comments on a stream that waits
     route_wait: float = 900.0  # how long a call may wait for an engine at all
     attempts: int = 16  # engine failures one call survives (drains are not failures)
@@ -36,6 +37,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("keepalive", "route_wait", "connect_timeout", "silence", "abort_wait", "backoff"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)!r}")
+        if self.media not in ("note", "refuse"):
+            raise ValueError(f"media must be 'note' or 'refuse', got {self.media!r}")
         if self.context < 0:
             raise ValueError(f"context must not be negative, got {self.context!r}")
         if not 0 <= self.port < 65536:

@@ -65,6 +65,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage: bool = False
     digest: str = ""  # of the body without what does not change the answer: equal digests are one request repeated
+    omitted: int = 0  # parts that the model cannot read, replaced by a note
     other: dict[str, Any] = {}  # fields of the body that nothing here reads, kept in the record
 
 

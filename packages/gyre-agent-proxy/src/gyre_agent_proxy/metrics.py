@@ -32,6 +32,7 @@ COUNTERS = (
     "foreign_turns",  # assistant turns that were not sampled here
     "restored_turns",  # turns that came back changed
     "unknown_roles",  # calls no role rule matched
+    "media_omitted",  # images and files that the model cannot read, replaced by a note
     "tools_ignored",  # calls whose tools the chat template does not mention
     "prompt_tokens",
     "completion_tokens",

@@ -80,7 +80,12 @@ async def proxy(
             renderer,
             secret,
             model=model.name,
-            defaults=Defaults(max_tokens=config.default_max_tokens, temperature=config.temperature, top_p=config.top_p),
+            defaults=Defaults(
+                max_tokens=config.default_max_tokens,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                media=config.media,
+            ),
             keepalive=config.keepalive,
             max_body=config.max_body,
         )

@@ -1,6 +1,7 @@
 """The HTTP server.
 
-POST /v1/chat/completions   GET /v1/models   GET /health   GET /gyre/stats   POST /gyre/executions/{id}/close
+POST /v1/chat/completions          OpenAI Chat Completions
+GET /v1/models   GET /health   GET /gyre/stats   POST /gyre/executions/{id}/close
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -17,7 +19,7 @@ from aiohttp.typedefs import Middleware
 from gyre_agent_proxy.attempt import Attempt
 from gyre_agent_proxy.conversation import Reply
 from gyre_agent_proxy.dialects import chat
-from gyre_agent_proxy.dialects.base import Defaults
+from gyre_agent_proxy.dialects.base import Defaults, Dialect, Encoder, Opening
 from gyre_agent_proxy.errors import BadRequest, EngineError, ProxyError, Unauthorized
 from gyre_agent_proxy.keys import execution_of
 from gyre_agent_proxy.parse import settled
@@ -26,6 +28,8 @@ from gyre_agent_proxy.service import Service
 from gyre_agent_proxy.text import GrowingText
 
 log = logging.getLogger(__name__)
+
+_DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": chat}
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -52,7 +56,8 @@ class Server:
         self._keepalive = keepalive
         self._created = int(time.time())
         self.app = web.Application(client_max_size=max_body, middlewares=[_errors(service)])
-        self.app.router.add_post("/v1/chat/completions", self._chat)
+        for path, dialect in _DIALECTS.items():
+            self.app.router.add_post(path, partial(self._call, dialect))
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/health", self._health)
         self.app.router.add_get("/gyre/stats", self._stats)
@@ -66,23 +71,28 @@ class Server:
             raise Unauthorized("no API key: send `Authorization: Bearer <the execution's key>`")
         return execution_of(self._secret, key.strip())
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         execution = self._execution(request)
-        asked = chat.read_request(await request.read(), self._defaults)
+        asked = dialect.read_request(await request.read(), self._defaults)
         attempt = self._service.submit(execution, asked, request.headers)
         async with attempt.waiting():
             if not asked.stream:
                 reply = await asyncio.shield(attempt.reply)
-                response = web.json_response(chat.completion(reply, asked.model or self._model))
+                response = web.json_response(dialect.answer(reply, asked, asked.model or self._model))
                 async with self._delivery(execution, attempt):
                     await response.prepare(request)
                     await response.write_eof()
                 return response
-            encoder = chat.ChatStream(attempt.call, attempt.created, asked, asked.model or self._model)
-            return await self._stream(request, execution, attempt, encoder)
+            opening = Opening(
+                call=attempt.call,
+                created=attempt.created,
+                model=asked.model or self._model,
+                prompt_tokens=attempt.prompt_tokens,
+            )
+            return await self._stream(request, execution, attempt, dialect.stream(opening, asked))
 
     async def _stream(
-        self, request: web.Request, execution: str, attempt: Attempt, encoder: chat.ChatStream
+        self, request: web.Request, execution: str, attempt: Attempt, encoder: Encoder
     ) -> web.StreamResponse:
         # An error that comes before anything had to be sent gets its own status.
         await attempt.changed(0, self._keepalive)
@@ -96,6 +106,8 @@ class Server:
         thinking = attempt.thinking or not self._renderer.plain
         async with self._delivery(execution, attempt):
             await response.prepare(request)
+            if head := encoder.begin():
+                await response.write(head)
             while not attempt.reply.done():
                 if not await attempt.changed(seen, self._keepalive):
                     await response.write(encoder.keepalive)
@@ -178,6 +190,7 @@ def _errors(service: Service) -> Middleware:
             service.metrics.add("calls_refused" if refused else "calls_failed")
         log.warning("%s %s: %d %s", request.method, request.path, error.status, error)
         headers = {"Retry-After": str(retry)} if (retry := getattr(error, "retry_after", None)) else None
-        return web.json_response(chat.error_body(error), status=error.status, headers=headers)
+        dialect = _DIALECTS.get(request.path, chat)
+        return web.json_response(dialect.error_body(error), status=dialect.status(error), headers=headers)
 
     return middleware

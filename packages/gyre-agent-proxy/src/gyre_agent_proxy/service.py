@@ -77,6 +77,7 @@ class Service:
         role, known = self._roles.role(headers, request.conversation)
         self._count(plan, request, known)
         attempt = Attempt(_call_id(), request, role, int(time.time()), self._engines.config.disconnect_grace)
+        attempt.prompt_tokens = len(plan.prompt)
         attempt.thinking = self._renderer.thinking(plan.prompt[-16:].tolist())
         attempt.generation = Generation(self._engines, name, plan.prompt, request.sampling, attempt.progress)
         execution.attempts.pop(request.digest, None)
@@ -206,6 +207,7 @@ class Service:
         self.metrics.add("spliced_turns", plan.spliced)
         self.metrics.add("foreign_turns", plan.foreign)
         self.metrics.add("restored_turns", plan.restored)
+        self.metrics.add("media_omitted", request.omitted)
         self.metrics.add("tools_ignored", bool(request.conversation.tools) and not self._renderer.shows_tools)
 
     async def _run(self, execution: Execution, attempt: Attempt, generation: Generation, plan: Plan) -> None:

@@ -1,12 +1,17 @@
-"""What every dialect has in common: defaults for what a request leaves open, and reading of untyped JSON."""
+"""What every dialect has in common: what the server asks of it, defaults for open requests, reading of untyped JSON.
+
+A dialect is a module: `name`, `read_request`, `answer`, `stream`, `status` and `error_body`. The server knows no more.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+from typing import Any, Protocol
 
 import msgspec
 
-from gyre_agent_proxy.errors import BadRequest
+from gyre_agent_proxy.conversation import Reply, Request
+from gyre_agent_proxy.errors import BadRequest, ProxyError
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,6 +20,66 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 4096
     temperature: float = 1.0
     top_p: float = 1.0
+    media: str = (
+        "note"  # images, audio, files for a text model: "note" puts a text in their place, "refuse" answers 400
+    )
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an answer before its first token."""
+
+    call: str
+    created: int  # unix seconds
+    model: str  # as the request named it
+    prompt_tokens: int
+
+
+class Encoder(Protocol):
+    """Encodes one answer as server-sent events: begin, deltas, then finish or failure."""
+
+    keepalive: bytes  # may be sent at any time after `begin`
+
+    def begin(self) -> bytes:
+        """What precedes all deltas."""
+        ...
+
+    def delta(self, text: str) -> bytes:
+        """More text."""
+        ...
+
+    def finish(self, reply: Reply, rest: str) -> bytes:
+        """The end; `rest` is the text not sent yet."""
+        ...
+
+    def failure(self, error: ProxyError) -> bytes:
+        """The end of a stream that cannot be finished."""
+        ...
+
+
+class Dialect(Protocol):
+    """A module of this folder."""
+
+    name: str
+
+    def read_request(self, raw: bytes, defaults: Defaults) -> Request:
+        """Normalise a request body. Raises `BadRequest` naming the field."""
+        ...
+
+    def answer(self, reply: Reply, request: Request, model: str) -> dict[str, Any]:
+        """The whole answer."""
+        ...
+
+    def stream(self, opening: Opening, request: Request) -> Encoder:
+        """An encoder for one connection."""
+        ...
+
+    def status(self, error: ProxyError) -> int:
+        """HTTP status of an error."""
+        ...
+
+    def error_body(self, error: ProxyError) -> dict[str, Any]:
+        """An error in the dialect's shape."""
+        ...
 
 
 class Body:
@@ -50,3 +115,14 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise BadRequest(f"the body must be a JSON object, got {type(data).__name__}")
     return data
+
+
+def digest_of(data: dict[str, Any], *ignored: str) -> str:
+    """Digest of a body without the fields that do not change its answer."""
+    same = {k: v for k, v in data.items() if k not in ignored}
+    return hashlib.blake2b(msgspec.json.encode(same, order="deterministic"), digest_size=16).hexdigest()
+
+
+def event(data: dict[str, Any], name: str = "") -> bytes:
+    """One server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
 
 from gyre_agent_proxy.conversation import Conversation, Message, Reply, Request, Sampling, ToolCall
-from gyre_agent_proxy.dialects.base import Body, Defaults, decode_object
+from gyre_agent_proxy.dialects.base import Body, Defaults, Opening, decode_object, digest_of, event
+from gyre_agent_proxy.dialects.parts import Parts
 from gyre_agent_proxy.errors import BadRequest, ProxyError
+
+name = "chat"
 
 # Ranges are checked here: an engine that fails on a request would be taken for lost.
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -45,29 +47,26 @@ def read_request(raw: bytes, defaults: Defaults) -> Request:
     if not messages:
         raise BadRequest("messages: expected at least one message", "messages")
     tools = body.get("tools", list[dict[str, Any]], [])
+    parts = Parts(defaults.media)
     return Request(
-        conversation=Conversation(messages=tuple(_messages(messages)), tools=tuple(tools)),
+        conversation=Conversation(messages=tuple(_messages(messages, parts)), tools=tuple(tools)),
         sampling=sampling,
-        dialect="chat",
+        dialect=name,
         model=body.get("model", str, ""),
         stream=body.get("stream", bool, False),
         include_usage=bool(options.get("include_usage")),
-        digest=_digest(data),
+        digest=digest_of(data, "stream", "stream_options"),
+        omitted=parts.omitted,
         other=body.rest,
     )
 
 
-def _digest(data: dict[str, Any]) -> str:
-    same = {k: v for k, v in data.items() if k not in ("stream", "stream_options")}
-    return hashlib.blake2b(msgspec.json.encode(same, order="deterministic"), digest_size=16).hexdigest()
-
-
-def _messages(raw: list[dict[str, Any]]) -> Iterator[Message]:
+def _messages(raw: list[dict[str, Any]], parts: Parts) -> Iterator[Message]:
     leading = True
     for i, item in enumerate(raw):
         where = f"messages[{i}]"
         role = item.get("role")
-        text = _text(item.get("content"), where)
+        text = parts.text(item.get("content"), f"{where}.content")
         if role in ("system", "developer"):
             if leading:
                 yield Message(role="system", text=text)
@@ -91,31 +90,6 @@ def _messages(raw: list[dict[str, Any]]) -> Iterator[Message]:
                 raise BadRequest(
                     f"{where}.role: expected system, developer, user, assistant or tool, got {role!r:.80}", "messages"
                 )
-
-
-def _text(content: Any, where: str) -> str:
-    """None, "" and [] are the same; a list of text parts is their concatenation."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRequest(f"{where}.content: expected a string or a list of parts, got {content!r:.80}", "messages")
-    found = []
-    for j, part in enumerate(content):
-        if isinstance(part, str):
-            found.append(part)
-            continue
-        kind = part.get("type") if isinstance(part, dict) else None
-        value = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-        if kind in ("image_url", "input_audio", "file"):
-            raise BadRequest(
-                f"{where}.content[{j}]: this model reads text only, got a part of type {kind!r}", "messages"
-            )
-        if not isinstance(value, str):
-            raise BadRequest(f"{where}.content[{j}]: expected a text part, got {part!r:.80}", "messages")
-        found.append(value)
-    return "".join(found)
 
 
 def _reasoning(item: dict[str, Any]) -> str | None:
@@ -159,7 +133,7 @@ def _tool_calls(reply: Reply) -> list[dict[str, Any]]:
     ]
 
 
-def completion(reply: Reply, model: str) -> dict[str, Any]:
+def answer(reply: Reply, request: Request, model: str) -> dict[str, Any]:
     """The whole answer."""
     message: dict[str, Any] = {
         "role": "assistant",
@@ -180,15 +154,24 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
     }
 
 
-class ChatStream:
-    """Encodes one answer as server-sent events; deltas first, then `finish`."""
+class Stream:
+    """A `gyre_agent_proxy.dialects.base.Encoder`."""
 
     keepalive = b": keepalive\n\n"
 
-    def __init__(self, call: str, created: int, request: Request, model: str) -> None:
-        self._head = {"id": f"chatcmpl-{call}", "object": "chat.completion.chunk", "created": created, "model": model}
+    def __init__(self, opening: Opening, request: Request) -> None:
+        self._head = {
+            "id": f"chatcmpl-{opening.call}",
+            "object": "chat.completion.chunk",
+            "created": opening.created,
+            "model": opening.model,
+        }
         self._usage = request.include_usage
         self._begun = False
+
+    def begin(self) -> bytes:
+        """Nothing: the role comes with the first delta."""
+        return b""
 
     def delta(self, text: str) -> bytes:
         """More text."""
@@ -205,12 +188,12 @@ class ChatStream:
             found += self._chunk({"tool_calls": [{"index": i, **call}]})
         found += self._chunk({}, reply.finish)
         if self._usage:
-            found += _event({**self._head, "choices": [], "usage": _usage(reply)})
+            found += event({**self._head, "choices": [], "usage": _usage(reply)})
         return found + b"data: [DONE]\n\n"
 
     def failure(self, error: ProxyError) -> bytes:
         """The end of a stream that cannot be finished."""
-        return _event(error_body(error)) + b"data: [DONE]\n\n"
+        return event(error_body(error)) + b"data: [DONE]\n\n"
 
     def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
         if not self._begun:
@@ -218,11 +201,15 @@ class ChatStream:
             delta = {"role": "assistant", **delta}
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
         chunk = {**self._head, "choices": [choice]}
-        return _event({**chunk, "usage": None} if self._usage else chunk)
+        return event({**chunk, "usage": None} if self._usage else chunk)
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+stream = Stream
+
+
+def status(error: ProxyError) -> int:
+    """HTTP status of an error."""
+    return error.status
 
 
 def error_body(error: ProxyError) -> dict[str, Any]:
