@@ -65,7 +65,7 @@ class CellAgent:
         self._role = "rollout"  # rollout | training | between
         self._switches: set[asyncio.Task[p.Done]] = set()  # one runs, the others wait for it
         self._switching = asyncio.Lock()
-        self._stopping = False
+        self.stopping = False
         self._failure: SchedError | None = None
         self.engine = EngineHost(
             f"cell-{cell}", config, model, context.dir.logs / f"engine-{cell}.log", self._dirty.set
@@ -110,7 +110,7 @@ class CellAgent:
                 await work()
             return p.Done(seconds=time.monotonic() - began, version=self.engine.version)
 
-        if self._stopping:
+        if self.stopping:
             return p.Failed(detail=f"cell {self.cell} is stopping")
         task = asyncio.create_task(alone())
         self._switches.add(task)
@@ -120,7 +120,7 @@ class CellAgent:
             log.error("cell %d: %s: %s", self.cell, type(e).__name__, e)
             return p.Failed(detail=f"{type(e).__name__}: {e}")
         except asyncio.CancelledError:
-            if self._stopping and task.cancelled():
+            if self.stopping and task.cancelled():
                 return p.Failed(detail=f"cell {self.cell} is stopping")
             raise
         finally:
@@ -152,7 +152,7 @@ class CellAgent:
 
     async def _stop_cell(self) -> p.Done | p.Failed:
         began = time.monotonic()
-        self._stopping = True
+        self.stopping = True
         for switch in self._switches:
             switch.cancel()
         failure = None
@@ -228,7 +228,7 @@ class CellAgent:
             try:
                 await asyncio.wait({life, ended}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                self._stopping = True
+                self.stopping = True
                 rest: list[asyncio.Task[Any]] = [life, ended, *self._switches]
                 for task in rest:
                     task.cancel()
@@ -295,6 +295,11 @@ async def serve(context: Context, cell: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = launch.devices(cell, config)
     agent = CellAgent(context, cell)
     running = asyncio.create_task(agent.run())
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+
+    def stop() -> None:
+        if not agent.stopping:  # it ends by itself, in order; cancelling would cut that short
+            running.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     with contextlib.suppress(asyncio.CancelledError):
         await running

@@ -30,7 +30,7 @@ import zmq
 import zmq.asyncio
 
 from gyre_transport.errors import BusError, DeadlineExceeded, ProtocolError, PublisherSilent, RemoteError
-from gyre_transport.sockets import bind, prepare, release
+from gyre_transport.sockets import bound, prepare, release
 
 log = logging.getLogger(__name__)
 
@@ -84,13 +84,7 @@ class Server:
 
     async def start(self) -> None:
         """Bind and serve; `address` then holds the real endpoint (tcp port 0 is resolved). Raises `BusError`."""
-        socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        prepare(socket)
-        try:
-            self.address = bind(socket, self.address)
-        except BusError:
-            socket.close()
-            raise
+        socket, self.address = bound(zmq.ROUTER, self.address)
         self._socket = socket
         self._loop_task = asyncio.create_task(self._loop(socket), name=f"bus server {self.address}")
 
@@ -271,13 +265,7 @@ class Publisher:
 
     async def start(self) -> None:
         """Bind; `address` then holds the real endpoint. Raises `BusError`."""
-        socket = zmq.asyncio.Context.instance().socket(zmq.PUB)
-        prepare(socket)
-        try:
-            self.address = bind(socket, self.address)
-        except BusError:
-            socket.close()
-            raise
+        socket, self.address = bound(zmq.PUB, self.address)
         self._socket = socket
         self._task = asyncio.create_task(self._beat(), name=f"bus publisher {self.address}")
 

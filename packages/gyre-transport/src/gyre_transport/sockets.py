@@ -25,17 +25,20 @@ def prepare(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
 
 
-def bind(socket: zmq.Socket[Any], address: str) -> str:
-    """Bind and return the real endpoint (tcp port 0 is resolved). Raises `BusError`."""
+def bound(kind: int, address: str) -> tuple[zmq.asyncio.Socket, str]:
+    """Return a bound socket and its real endpoint (tcp port 0 is resolved). Raises `BusError`; then nothing is open."""
     if _served(address):  # ZeroMQ would take a living server's ipc path away without a word
         raise BusError(f"cannot listen on {address!r}: a living process does; choose another address or stop it")
+    socket = zmq.asyncio.Context.instance().socket(kind)
+    prepare(socket)
     try:
         socket.bind(address)
     except zmq.ZMQError as e:
+        socket.close()
         raise BusError(
             f"cannot listen on {address!r}: {e}; choose another address or stop the process that holds it"
         ) from e
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 async def release(socket: zmq.asyncio.Socket, address: str) -> None:
