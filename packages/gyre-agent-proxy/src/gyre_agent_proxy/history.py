@@ -151,7 +151,7 @@ class History:
                 node = self.known(message)
                 if node is not None:
                     sampled = msgspec.structs.replace(node.message, reasoning=message.reasoning)
-                    restored += identity(sampled) != identity(message)
+                    restored += sampled != message and identity(sampled) != identity(message)
                     message = sampled
                 else:
                     message = msgspec.structs.replace(message, calls=tuple(map(self._original, message.calls)))
