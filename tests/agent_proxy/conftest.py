@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -336,3 +338,26 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def replay() -> Any:
+    """`await replay(bench, http, capture)`: sends what a harness sent; see parts/replay.py."""
+    return _part("replay").replay
+
+
+@pytest.fixture(scope="session")
+def wires() -> Any:
+    """How each dialect's answers are read, by path; see parts/replay.py."""
+    return _part("replay").WIRES
+
+
+def _part(name: str) -> Any:
+    full = f"gyre_test_agent_proxy_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / "parts" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[full] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[full]
