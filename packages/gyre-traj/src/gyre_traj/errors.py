@@ -33,5 +33,13 @@ class BadRow(TrajError):
     """A row or packed micro-step whose arrays do not fit together."""
 
 
-class BadChoice(TrajError):
+class NotFinite(BadRow):
+    """A log-probability or an entropy of a target is infinite or not a number."""
+
+
+class BadChoice(TrajError, ValueError):
     """An option outside its choices: a loss, an aggregation, a correction, a counting, a role table."""
+
+
+class NoTokenizer(TrajError):
+    """A tokenizer cannot be read, or the library that reads it is not installed."""

@@ -76,9 +76,27 @@ def _describe(tree: Tree, names: dict[str, str]) -> TreeReport:
     )
 
 
+def origins(tree: Tree) -> dict[str, str]:
+    """How each output came to hang where it does, by call; a call that generated nothing has none."""
+    siblings, names = _siblings(tree), {call: call for call in tree.calls}
+    found = {}
+    for node in tree.view().nodes:
+        if node.call is None or node.offset:
+            continue
+        path = node.path()
+        since = next((i for i in reversed(range(len(path) - 1)) if path[i].call), -1)
+        why = _why(path, siblings, names, since + 1)
+        before = path[since].call if since >= 0 else None
+        if why != "first":
+            found[node.call.call] = why
+        else:
+            found[node.call.call] = f"continues {before.call}" if before else "the first of its context"
+    return found
+
+
 def render(tree: Tree) -> str:
     """Draw a tree as text: a line for each run of turns without a branch, then a table of its leaves."""
-    names = _short_names(tree)
+    names = short_names(tree)
     report = _describe(tree, names)
     lines = [
         f"execution {report.execution}",
@@ -113,7 +131,7 @@ def render(tree: Tree) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _short_names(tree: Tree) -> dict[str, str]:
+def short_names(tree: Tree) -> dict[str, str]:
     """Call ids cut to their first 8 characters, or as many more as tell them apart."""
     length = 8
     while len({call[:length] for call in tree.calls}) < len(tree.calls):
@@ -148,9 +166,9 @@ def _leaf(tree: Tree, leaf: Node, siblings: dict[int, list[Node]], names: dict[s
     )
 
 
-def _why(path: tuple[Node, ...], siblings: dict[int, list[Node]], names: dict[str, str]) -> str:
-    """The deepest branching at which the path is not the oldest way on."""
-    for i in reversed(range(len(path))):
+def _why(path: tuple[Node, ...], siblings: dict[int, list[Node]], names: dict[str, str], since: int = 0) -> str:
+    """The deepest branching, from node `since` of the path on, at which the path is not the oldest way on."""
+    for i in reversed(range(since, len(path))):
         node, parent = path[i], path[i - 1] if i else None
         group = siblings[id(parent)]
         if group[0] is node:
