@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from gyre_train.feed.buffer import Group
 from gyre_train.feed.config import FeedConfig
 from gyre_train.feed.packer import Packer
-from gyre_train.feed.prepare import Fated, PreparedExecution, prepare_group, unique_tokens
+from gyre_train.feed.prepare import Fated, PreparedExecution, prepare_group
 from gyre_traj.intake import Ending, Outcome, Submit
 from gyre_traj.log import LogWriter
-from gyre_traj.packing import Packed, Row
+from gyre_traj.packed import Packed
 from gyre_traj.records import Call, Delivered, Header, Span, pack_ids, pack_logprobs
+from gyre_traj.rows import Row
 
 SYSTEM, ASK = [1, 2, 3, 4], [5, 6]
 OUTPUT = st.lists(st.integers(0, 3), min_size=1, max_size=6)
@@ -155,38 +156,22 @@ def test_the_same_group_gives_the_same_rows_in_any_order_of_arrival(tmp_path: Pa
     assert [r.ids.tolist() for r in first[1]] == [r.ids.tolist() for r in again[1]]
 
 
-@pytest.mark.parametrize(
-    ("paths", "expected"),
-    [
-        ([], 0),
-        ([[1, 2, 3]], 3),
-        ([[1, 2, 3], [1, 2, 4], [1, 5]], 5),
-        ([[1, 2], [1, 2, 3], [1, 2]], 3),
-        ([[256, 1], [1, 256]], 4),
-    ],
-)
-def test_unique_tokens_are_the_nodes_of_the_trie(paths: list[list[int]], expected: int) -> None:
-    assert unique_tokens([np.asarray(p, dtype=np.uint32) for p in paths]) == expected
-
-
 def row(n: int, execution: str = "e") -> Row:
     target = np.ones(n, dtype=np.bool_)
     target[0] = False
     return Row(execution, 0, np.arange(n, dtype=np.uint32), target, np.zeros(n, dtype=np.float32), 1.0 / n, 1.0)
 
 
-def test_rows_wait_for_a_budgets_worth_and_never_longer() -> None:
+def test_less_than_a_budget_waits_and_what_fits_leaves_together() -> None:
     packer = Packer(100)
     assert packer.push([row(40)], last=False) == []
     assert packer.push([row(40)], last=False) == []
     assert packer.pending == 80
-    due = packer.push([row(40)], last=False)
-    assert sum(s.tokens for s in due) == 120
-    assert max(s.tokens for s in due) <= 100
+    (full,) = packer.push([row(40)], last=False)
+    assert (full.tokens, packer.pending) == (80, 40)
+    (rest,) = packer.push([row(10)], last=True)
+    assert (rest.tokens, rest.targets) == (50, 48)
     assert packer.pending == 0
-    assert packer.push([row(10)], last=False) == []
-    (rest,) = packer.push([], last=True)
-    assert (rest.tokens, rest.targets) == (10, 9)
     assert packer.push([], last=True) == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +79,9 @@ def test_log_probabilities_are_those_of_transformers(
     replica = build(family, core=False)
     for number, row in enumerate(rows):
         heat = (1.0, 0.7)[number % 2]  # what the sampler divided the logits by
-        (packed,) = pack_rows([replace(row, temperature=np.full(len(row.ids), heat, np.float32))], 512)
+        temperature = np.full(len(row), heat, np.float32)
+        hot = Row(row.execution, 0, row.ids, row.target, row.logprobs, row.weight, row.advantage, temperature)
+        (packed,) = pack_rows([hot], 512)
         arrays = packed.arrays()
         ids = torch.tensor(row.ids.astype("int64"))
         with torch.no_grad():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import numpy as np
 import pytest
 
-from gyre_traj import Packed, Row, pack_forests, pack_rows
+from gyre_traj import Packed, Row, Segment, pack_forests, pack_rows, unique_tokens
 from gyre_traj.errors import BadRow
 
 
@@ -114,14 +112,37 @@ def test_packing_is_deterministic_and_travels() -> None:
     assert [msgspec.msgpack.decode(msgspec.msgpack.encode(p), type=Packed) for p in packs] == packs
 
 
-def test_temperatures_travel_with_their_targets() -> None:
-    hot = dataclasses.replace(row("aBxC", 0), temperature=np.array([1, 0.5, 1, 0.7], np.float32))
-    (packed,) = pack_forests([hot, row("aBD", 1)], 10)
+def test_temperatures_and_versions_travel_with_their_targets() -> None:
+    a = row("aBxCDE", 0)
+    heat = np.array([1, 0.5, 1, 0.7, 0.7, 0.7], np.float32)
+    hot = Row("e", 0, a.ids, a.target, a.logprobs, 0.5, 1.0, heat, [9, 3, 9, 3, 4, -1])
+    (packed,) = pack_forests([hot, row("aBF", 1)], 10)
     arrays = packed.arrays()
-    assert letters(arrays.target) == "bdbc"
-    assert arrays.temperature.tolist() == np.array([1, 1, 0.5, 0.7], np.float32).tolist()
-    with pytest.raises(BadRow, match="temperatures above 0"):
-        pack_rows([dataclasses.replace(hot, temperature=np.zeros(4, np.float32))], 10)
+    assert letters(arrays.target) == "bfbcde"
+    assert arrays.temperature.tolist() == np.array([1, 1, 0.5, 0.7, 0.7, 0.7], np.float32).tolist()
+    assert arrays.version.tolist() == [-1, -1, 3, 3, 4, -1]
+    with pytest.raises(BadRow, match="temperatures too and above 0"):
+        pack_rows([Row("e", 0, a.ids, a.target, a.logprobs, 0.5, 1.0, np.zeros(6))], 10)
+
+
+def test_a_row_gives_back_its_arrays() -> None:
+    ids, target = [5, 6, 7, 8, 9], [False, True, True, False, True]
+    made = Row("e", 3, ids, target, [9, -1, -2, 9, -3], 0.5, -1.0, [1, 2, 2, 1, 3], [-1, 4, 5, -1, -1], "sub-agent")
+    assert made.ids.tolist() == ids
+    assert made.target.tolist() == made.trainable.tolist() == target
+    assert made.logprobs.tolist() == [0, -1, -2, 0, -3]
+    assert made.temperature.tolist() == [1, 2, 2, 1, 3]
+    assert made.version.tolist() == [-1, 4, 5, -1, -1]
+    assert (len(made), made.targets, made.role, made.numbered(7).trajectory) == (5, 3, "sub-agent", 7)
+    assert [len(segment) for segment in made.segments] == [1, 1, 1, 1, 1]
+    assert (made.ids.dtype, made.target.dtype, made.logprobs.dtype, made.version.dtype, made.temperature.dtype) == (
+        np.uint32,
+        np.bool_,
+        np.float32,
+        np.int32,
+        np.float32,
+    )
+    assert len(Row("e", 0, [], [], [], 0.5, 1.0)) == 0
 
 
 def test_nothing_to_pack() -> None:
@@ -144,10 +165,26 @@ def test_bad_rows_are_refused(rows: list[Row], budget: int, message: str) -> Non
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
-    good = row("aB", 0)
-    short = Row(good.execution, 0, good.ids, good.target[:1], good.logprobs, 1.0, 1.0)
     with pytest.raises(BadRow, match="2 ids, 1 target flags, 2 log-probabilities, 2 temperatures"):
-        pack_rows([short], 10)
-    (packed,) = pack_rows([good], 10)
-    with pytest.raises(BadRow, match="'weight' has 0 bytes, expected 4"):
-        msgspec.structs.replace(packed, weight=b"").arrays()
+        Row("e", 0, [1, 2], [True], [0, 0], 1.0, 1.0)
+
+
+def test_a_segment_without_log_probabilities_is_no_target() -> None:
+    context = Segment(np.array([1], np.uint32), np.zeros(0, np.float32))
+    bare = Segment(np.array([2], np.uint32), np.zeros(0, np.float32), target=True)
+    with pytest.raises(BadRow, match="1 targets with 0 log-probabilities"):
+        pack_rows([Row.from_segments("e", 0, (context, bare), weight=1.0, advantage=1.0)], 10)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], 0),
+        (["abc"], 3),
+        (["abc", "abd", "ae"], 5),
+        (["ab", "abc", "ab"], 3),
+        (["ba", "ab", "b", "a", ""], 4),
+    ],
+)
+def test_unique_tokens_are_the_nodes_of_the_trie(words: list[str], expected: int) -> None:
+    assert unique_tokens([row(word) for word in words]) == expected

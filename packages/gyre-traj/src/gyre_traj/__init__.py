@@ -10,9 +10,13 @@ if TYPE_CHECKING:
     from gyre_traj.admission import Admission, admit, check_outcome
     from gyre_traj.advantage import group_advantages
     from gyre_traj.errors import TrajError
+    from gyre_traj.forest import unique_tokens
     from gyre_traj.intake import Ending, Outcome
     from gyre_traj.log import Log, LogWriter, read_log
-    from gyre_traj.packing import Packed, PackedArrays, Row, pack_forests, pack_rows
+    from gyre_traj.packed import Packed, PackedArrays, PackedRow, TargetRun
+    from gyre_traj.packer import Packer
+    from gyre_traj.packing import pack_forests, pack_rows
+    from gyre_traj.paths import Segment
     from gyre_traj.records import (
         Attempt,
         Call,
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
         unpack_logprobs,
     )
     from gyre_traj.roles import DEFAULT_PRIORITY, RolePriority, load_priority
+    from gyre_traj.rows import Row
     from gyre_traj.selection import Selection, Trajectory, select
     from gyre_traj.tree import Node, Tree
     from gyre_traj.weights import Aggregation, Counting, Weighted, target_weights, weigh
@@ -48,11 +53,15 @@ __all__ = [
     "Outcome",
     "Packed",
     "PackedArrays",
+    "PackedRow",
+    "Packer",
     "Record",
     "RolePriority",
     "Row",
+    "Segment",
     "Selection",
     "Span",
+    "TargetRun",
     "TrajError",
     "Trajectory",
     "Tree",
@@ -68,6 +77,7 @@ __all__ = [
     "read_log",
     "select",
     "target_weights",
+    "unique_tokens",
     "unpack_ids",
     "unpack_logprobs",
     "weigh",
@@ -77,14 +87,19 @@ _HOMES = {
     "admission": ("Admission", "admit", "check_outcome"),
     "advantage": ("group_advantages",),
     "errors": ("TrajError",),
+    "forest": ("unique_tokens",),
     "intake": ("Ending", "Outcome"),
     "log": ("Log", "LogWriter", "read_log"),
-    "packing": ("Packed", "PackedArrays", "Row", "pack_forests", "pack_rows"),
+    "packed": ("Packed", "PackedArrays", "PackedRow", "TargetRun"),
+    "packer": ("Packer",),
+    "packing": ("pack_forests", "pack_rows"),
+    "paths": ("Segment",),
     "records": (
         *("Attempt", "Call", "Delivered", "Header", "Record", "Span"),
         *("pack_ids", "pack_logprobs", "unpack_ids", "unpack_logprobs"),
     ),
     "roles": ("DEFAULT_PRIORITY", "RolePriority", "load_priority"),
+    "rows": ("Row",),
     "selection": ("Selection", "Trajectory", "select"),
     "tree": ("Node", "Tree"),
     "weights": ("Aggregation", "Counting", "Weighted", "target_weights", "weigh"),

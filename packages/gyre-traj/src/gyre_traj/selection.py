@@ -12,23 +12,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gyre_traj.errors import BadChoice
+from gyre_traj.paths import Path, Segment
+from gyre_traj.records import Span
 from gyre_traj.roles import DEFAULT_PRIORITY, RolePriority
 from gyre_traj.tree import Node, Tree
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
-    """A root-to-leaf path of n tokens."""
+class Trajectory(Path):
+    """A root-to-leaf path: views of the calls' records, a segment a node.
 
-    execution: str
-    call: str  # the call whose output ends it
-    role: str
-    ids: NDArray[np.uint32]  # [n]
-    target: NDArray[np.bool_]  # [n] trainable, and not a target of a trajectory selected earlier
-    trainable: NDArray[np.bool_]  # [n] sampled by the policy, with its log-probability
-    logprobs: NDArray[np.float32]  # [n] behaviour log-probability where trainable, else 0 and never read
-    version: NDArray[np.int32]  # [n] weights that sampled the token; -1 where not sampled, or not known
-    temperature: NDArray[np.float32]  # [n] what its logits were divided by; 1 where not sampled
+    Targets are trainable, and not targets of a trajectory selected earlier. Log-probabilities, versions and
+    temperatures are those of the calls that sampled the tokens.
+    """
+
+    __slots__ = ("call", "execution", "role")
+
+    def __init__(self, execution: str, call: str, role: str, segments: tuple[Segment, ...]) -> None:
+        self.execution = execution
+        self.call = call  # the call whose output ends it
+        self.role = role
+        self.segments = segments
+
+    def __repr__(self) -> str:
+        return f"Trajectory({self.execution!r}, {self.call!r}, {len(self)} tokens, {self.targets} targets)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +48,7 @@ class Selection:
     @property
     def targets(self) -> int:
         """|T_e|: targets over all trajectories."""
-        return sum(int(t.target.sum()) for t in self.trajectories)
+        return sum(t.targets for t in self.trajectories)
 
 
 def select(tree: Tree, j_max: int | None, seed: int, priority: RolePriority = DEFAULT_PRIORITY) -> Selection:
@@ -70,7 +76,7 @@ def select(tree: Tree, j_max: int | None, seed: int, priority: RolePriority = DE
         leaf = view.leaves[_draw(weight, f"{seed}/{tree.execution}/{len(trajectories)}")]
         path = leaf.path()
         places = [where[id(node)] for node in path]
-        trajectories.append(_trajectory(tree.execution, path, masked[places]))
+        trajectories.append(_trajectory(tree.execution, path, masked[places].tolist()))
         for node, place in zip(path, places, strict=True):
             if not masked[place]:
                 masked[place] = True
@@ -91,22 +97,25 @@ def _draw(weight: NDArray[np.int64], what: str) -> int:
     return int(cumulative.searchsorted(number % int(cumulative[-1]), side="right"))
 
 
-def _trajectory(execution: str, path: tuple[Node, ...], masked: NDArray[np.bool_]) -> Trajectory:
+def _trajectory(execution: str, path: tuple[Node, ...], masked: list[bool]) -> Trajectory:
     leaf = path[-1]
     assert leaf.call is not None  # noqa: S101 - a leaf is an output
-    n = leaf.start + len(leaf.ids)
-    target, trainable = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
-    logprobs = np.zeros(n, dtype=np.float32)
-    version = np.full(n, -1, dtype=np.int32)
-    temperature = np.ones(n, dtype=np.float32)
-    for node, taken in zip(path, masked, strict=True):
-        here = slice(node.start, node.start + len(node.ids))
-        if node.trainable:
-            trainable[here] = True
-            target[here] = not taken
-            logprobs[here] = node.logprobs
-        if node.call is not None:
-            version[here] = node.versions()
-            temperature[here] = node.temperature
-    ids = np.concatenate([node.ids for node in path])
-    return Trajectory(execution, leaf.call.call, leaf.role, ids, target, trainable, logprobs, version, temperature)
+    segments = (_segment(node, taken) for node, taken in zip(path, masked, strict=True))
+    return Trajectory(execution, leaf.call.call, leaf.role, tuple(segments))
+
+
+def _segment(node: Node, masked: bool) -> Segment:
+    target = node.trainable > 0 and not masked
+    return Segment(node.ids, node.logprobs, target, node.temperature, _versions(node))
+
+
+def _versions(node: Node) -> tuple[Span, ...]:
+    """Version spans of a node, relative to its start and disjoint; where a call's overlap, the later one holds."""
+    spans: list[Span] = []
+    for span in node.call.versions if node.call else ():
+        start, end = max(0, span.start - node.offset), min(len(node.ids), span.end - node.offset)
+        if start < end and span.version >= 0:
+            before = [Span(s.version, s.start, min(s.end, start)) for s in spans if s.start < start]
+            after = [Span(s.version, max(s.start, end), s.end) for s in spans if s.end > end]
+            spans = [*before, Span(span.version, start, end), *after]
+    return tuple(spans)

@@ -13,14 +13,15 @@ paper's way), or once in each trajectory through it (`Counting.TRAJECTORY`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gyre_traj.errors import BadChoice
-from gyre_traj.packing import Row
+from gyre_traj.paths import Segment
+from gyre_traj.rows import Row
 from gyre_traj.selection import Selection
 
 
@@ -91,15 +92,24 @@ def weigh(
 
     Trajectories without a target give no row. Raises `BadChoice` for an unknown name.
     """
-    shared = _choose(Counting, counting) is Counting.TRAJECTORY
-    targets = [t.trainable if shared else t.target for t in selection.trajectories]
-    weights, units = target_weights([int(t.sum()) for t in targets], aggregation, norm)
+    paths = [t.segments for t in selection.trajectories]
+    if _choose(Counting, counting) is Counting.TRAJECTORY:
+        paths = [tuple(_unmasked(segment) for segment in path) for path in paths]
+    counts = [sum(len(segment) for segment in path if segment.target) for path in paths]
+    weights, units = target_weights(counts, aggregation, norm)
     rows = [
-        Row(t.execution, first_trajectory + i, t.ids, target, t.logprobs, float(weight), advantage, t.temperature)
-        for i, (t, target, weight) in enumerate(zip(selection.trajectories, targets, weights, strict=True))
+        Row.from_segments(
+            t.execution, first_trajectory + i, path, weight=float(weight), advantage=advantage, role=t.role
+        )
+        for i, (t, path, weight) in enumerate(zip(selection.trajectories, paths, weights, strict=True))
         if weight
     ]
     return Weighted(tuple(rows), units)
+
+
+def _unmasked(segment: Segment) -> Segment:
+    """Return the segment with whatever is trainable in it as targets."""
+    return replace(segment, target=True) if len(segment.logprobs) and not segment.target else segment
 
 
 def _choose[E: StrEnum](choices: type[E], name: str) -> E:

@@ -48,7 +48,7 @@ from gyre_train.protocol import (
     Wait,
 )
 from gyre_traj.intake import Accepted, Submit
-from gyre_traj.packing import Row
+from gyre_traj.rows import Row
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
-
-import numpy as np
 
 from gyre_train.errors import FeedError
 from gyre_train.feed.buffer import Group
@@ -19,9 +16,10 @@ from gyre_train.feed.config import FeedConfig
 from gyre_traj.admission import admit
 from gyre_traj.advantage import group_advantages
 from gyre_traj.errors import TrajError
+from gyre_traj.forest import unique_tokens
 from gyre_traj.intake import Ending, Submit
 from gyre_traj.log import read_log
-from gyre_traj.packing import Row
+from gyre_traj.rows import Row
 from gyre_traj.selection import Selection, select
 from gyre_traj.tree import Tree
 from gyre_traj.weights import Counting, weigh
@@ -127,37 +125,22 @@ def _read(member: Submit, config: FeedConfig, seed: int) -> _Chosen:
 
 def _numbers(chosen: _Chosen, rows: tuple[Row, ...], score: float, advantage: float) -> PreparedExecution:
     selection = chosen.selection
-    version_sum, versioned = 0.0, 0
-    for t in selection.trajectories:
-        known = t.version[t.target & (t.version >= 0)]
-        version_sum += float(known.sum(dtype=np.int64))
-        versioned += known.size
-    paths = [t.ids for t in selection.trajectories]
+    version_sum, versioned = 0, 0
+    for trajectory in selection.trajectories:
+        for span in (span for segment in trajectory.segments if segment.target for span in segment.versions):
+            version_sum += span.version * (span.end - span.start)
+            versioned += span.end - span.start
     return PreparedExecution(
         selection.execution,
         Fated.TRAINED,
         score=score,
         advantage=advantage,
-        trajectories=len(paths),
-        tokens_total=sum(p.size for p in paths),
-        tokens_unique=unique_tokens(paths),
-        targets=sum(int(r.target.sum()) for r in rows),
-        version_sum=version_sum,
+        trajectories=len(selection.trajectories),
+        tokens_total=sum(len(t) for t in selection.trajectories),
+        tokens_unique=unique_tokens(selection.trajectories),
+        targets=sum(r.targets for r in rows),
+        version_sum=float(version_sum),
         versioned=versioned,
         left_out=dict(selection.left_out),
         untrainable_calls=chosen.untrainable_calls,
     )
-
-
-def unique_tokens(paths: list[np.ndarray[tuple[int], np.dtype[np.uint32]]]) -> int:
-    """Tokens of the paths [n_i] when a prefix that several share is counted once: the nodes of their trie.
-
-    In lexicographic order a path adds what it does not share with the one before it.
-    """
-    ordered = sorted(paths, key=lambda p: p.astype(">u4").tobytes())
-    total = sum(p.size for p in ordered)
-    for a, b in pairwise(ordered):
-        n = min(a.size, b.size)
-        differ = np.flatnonzero(a[:n] != b[:n])
-        total -= int(differ[0]) if differ.size else n
-    return total
