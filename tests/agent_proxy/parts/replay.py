@@ -103,7 +103,40 @@ class Messages:
         return {**body, "max_tokens": tokens}
 
 
-WIRES: dict[str, Wire] = {"/v1/chat/completions": Chat(), "/v1/messages": Messages()}
+class Responses:
+    """OpenAI Responses; a call's name is the one the model knows."""
+
+    def answer(self, body: Json) -> Answer:
+        found = Answer("", [], body["status"])
+        for item in body["output"]:
+            match item["type"]:
+                case "message":
+                    found.text += "".join(p["text"] for p in item["content"])
+                case "reasoning":
+                    found.reasoning += "".join(p["text"] for p in item["content"])
+                case "function_call":
+                    space = [item["namespace"]] if item.get("namespace") else []
+                    name = "__".join([*space, item["name"]])
+                    found.calls.append((item["call_id"], name, json.loads(item["arguments"])))
+                case "custom_tool_call":
+                    found.calls.append((item["call_id"], item["name"], {"input": item["input"]}))
+        return found
+
+    def streamed(self, events: list[Json]) -> Answer:
+        *_, last = events
+        done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+        assert done == last["response"]["output"], "the harness reads the items, the last event must agree"
+        return self.answer(last["response"])
+
+    def limited(self, body: Json, tokens: int) -> Json:
+        return {**body, "max_output_tokens": tokens}
+
+
+WIRES: dict[str, Wire] = {
+    "/v1/chat/completions": Chat(),
+    "/v1/messages": Messages(),
+    "/v1/responses": Responses(),
+}
 LENGTH = ("length", "max_tokens", "incomplete")
 
 

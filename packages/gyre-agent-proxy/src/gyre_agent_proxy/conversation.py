@@ -66,7 +66,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     digest: str = ""  # of the body without what does not change the answer: equal digests are one request repeated
     omitted: int = 0  # parts that the model cannot read, replaced by a note
+    left_out: int = 0  # tools and items that cannot be served: not in the prompt, kept in `other`
     other: dict[str, Any] = {}  # fields of the body that nothing here reads, kept in the record
+    echo: Any = None  # what the dialect's answer needs again of the request; not recorded
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +82,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0  # of the completion; 0 where the model's format does not tell
     created: int = 0  # unix seconds
 
 

@@ -33,6 +33,7 @@ COUNTERS = (
     "restored_turns",  # turns that came back changed
     "unknown_roles",  # calls no role rule matched
     "media_omitted",  # images and files that the model cannot read, replaced by a note
+    "left_out",  # hosted tools and their items, which nobody here can run
     "tools_ignored",  # calls whose tools the chat template does not mention
     "prompt_tokens",
     "completion_tokens",

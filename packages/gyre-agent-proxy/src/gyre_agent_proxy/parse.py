@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 import msgspec
+
+from gyre_agent_proxy.vocabulary import Vocabulary
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _MARKUP = ("<tool_call>", "<think>", "</think>")
@@ -51,6 +54,14 @@ def parse(text: str, *, tools: bool, thinking: bool = False) -> Parsed:
 
     left = _CALL.sub(take, text)
     return Parsed(text=left.strip() if calls else left, reasoning=reasoning, calls=tuple(calls))
+
+
+def reasoning_tokens(ids: Sequence[int], reasoning: str | None, vocabulary: Vocabulary) -> int:
+    """Tokens of `ids` up to the end of the reasoning; 0 where the vocabulary has no token that ends it."""
+    end = vocabulary.id("</think>")
+    if reasoning is None or end is None:
+        return 0
+    return next((i + 1 for i, token in enumerate(ids) if token == end), len(ids))
 
 
 def cut_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:

@@ -1,6 +1,7 @@
 """The HTTP server.
 
 POST /v1/chat/completions          OpenAI Chat Completions
+POST /v1/responses, /responses     OpenAI Responses
 GET /v1/models   GET /health   GET /gyre/stats   POST /gyre/executions/{id}/close
 """
 
@@ -18,7 +19,7 @@ from aiohttp.typedefs import Middleware
 
 from gyre_agent_proxy.attempt import Attempt
 from gyre_agent_proxy.conversation import Reply
-from gyre_agent_proxy.dialects import chat
+from gyre_agent_proxy.dialects import chat, responses
 from gyre_agent_proxy.dialects.base import Defaults, Dialect, Encoder, Opening
 from gyre_agent_proxy.errors import BadRequest, EngineError, ProxyError, Unauthorized
 from gyre_agent_proxy.keys import execution_of
@@ -29,7 +30,11 @@ from gyre_agent_proxy.text import GrowingText
 
 log = logging.getLogger(__name__)
 
-_DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": chat}
+_DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": chat,
+    "/v1/responses": responses,
+    "/responses": responses,
+}
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -186,7 +191,7 @@ def _errors(service: Service) -> Middleware:
             error = EngineError(f"the proxy failed: {type(e).__name__}: {e}")
             error.status = 500
         refused = error.status < 500 and error.status != 429
-        if request.path.startswith("/v1/"):
+        if request.path.startswith("/v1/") or request.path in _DIALECTS:
             service.metrics.add("calls_refused" if refused else "calls_failed")
         log.warning("%s %s: %d %s", request.method, request.path, error.status, error)
         headers = {"Retry-After": str(retry)} if (retry := getattr(error, "retry_after", None)) else None

@@ -20,6 +20,7 @@ from gyre_agent_proxy.generate import Engines, Generation
 from gyre_agent_proxy.history import History, Node, Plan
 from gyre_agent_proxy.memo import call_of, node_of, recorded
 from gyre_agent_proxy.output import Output
+from gyre_agent_proxy.parse import reasoning_tokens
 from gyre_agent_proxy.recorder import Recorder
 from gyre_agent_proxy.render import Renderer
 from gyre_agent_proxy.roles import Roles
@@ -208,6 +209,7 @@ class Service:
         self.metrics.add("foreign_turns", plan.foreign)
         self.metrics.add("restored_turns", plan.restored)
         self.metrics.add("media_omitted", request.omitted)
+        self.metrics.add("left_out", request.left_out)
         self.metrics.add("tools_ignored", bool(request.conversation.tools) and not self._renderer.shows_tools)
 
     async def _run(self, execution: Execution, attempt: Attempt, generation: Generation, plan: Plan) -> None:
@@ -275,6 +277,7 @@ class Service:
             prompt_tokens=len(plan.prompt),
             completion_tokens=len(output.ids),
             cached_tokens=output.cached,
+            reasoning_tokens=reasoning_tokens(output.ids, said.reasoning, self._renderer.vocabulary),
             created=attempt.created,
         )
 

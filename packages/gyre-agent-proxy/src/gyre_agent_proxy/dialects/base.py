@@ -37,7 +37,10 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 class Encoder(Protocol):
     """Encodes one answer as server-sent events: begin, deltas, then finish or failure."""
 
-    keepalive: bytes  # may be sent at any time after `begin`
+    @property
+    def keepalive(self) -> bytes:
+        """What may be sent at any time after `begin`."""
+        ...
 
     def begin(self) -> bytes:
         """What precedes all deltas."""
