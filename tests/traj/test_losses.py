@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from gyre_traj import Row, pack_forests, pack_rows, select, target_weights, weigh
-from gyre_traj.errors import BadChoice, BadRow
-from gyre_traj.torch import LossConfig, correction_weights, dense_mask, loss_sum, policy_loss
+from gyre_traj import Row, group_advantages, pack_forests, pack_rows, select, target_weights, weigh
+from gyre_traj.errors import BadChoice, BadRow, NotFinite
+from gyre_traj.torch import LossConfig, Sequences, correction_weights, dense_mask, loss_sum, policy_loss
 
-CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "losses.json").read_text())["cases"]
+ORACLE = json.loads((Path(__file__).parents[1] / "fixtures" / "losses.json").read_text())
+CASES = ORACLE["cases"]
 VERL_PPO = LossConfig(dual_clip=3.0)
 TRL_PPO = LossConfig()
+GSPO, CISPO = LossConfig(kind="gspo"), LossConfig(kind="cispo")
 WIDTH = 9.0  # padded length of the oracle's rows: the constant of Dr. GRPO
 
 
@@ -35,7 +38,7 @@ class Case:
     def loss(self, config: LossConfig, weights: np.ndarray, units: float) -> tuple[float, torch.Tensor]:
         logprob = self.flat(self.case["logprob"]).requires_grad_()
         old = self.flat(self.case["old_logprob"])
-        losses, _ = policy_loss(config, logprob, old, self.advantage, self.rows)
+        losses = policy_loss(config, logprob, old, self.advantage, Sequences(self.rows)).loss
         loss = (losses * torch.tensor(weights)).sum() / units
         loss.backward()
         assert logprob.grad is not None
@@ -52,49 +55,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def agrees(case: Case, got: tuple[float, torch.Tensor], expected: dict) -> None:
+    assert set(expected) <= {"loss", "grad", "aggregate", "execution"}
     assert got[0] == pytest.approx(expected["loss"], abs=1e-6)
     torch.testing.assert_close(got[1], case.flat(expected["grad"]), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-)
-def test_aggregations_agree_with_verl(case: Case, aggregation: str) -> None:
-    agrees(case, case.aggregated(VERL_PPO, aggregation), case.case["aggregate"][aggregation])
-
-
-@pytest.mark.parametrize(
-    ("name", "config"), [("vanilla", VERL_PPO), ("gspo", LossConfig(kind="gspo")), ("cispo", LossConfig(kind="cispo"))]
-)
-def test_policy_losses_agree_with_verl(case: Case, name: str, config: LossConfig) -> None:
-    expected = case.case["policy"][name]
-    agrees(case, case.aggregated(config, expected["aggregate"]), expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "aggregation"),
-    [
-        ("grpo", TRL_PPO, "seq-mean-token-mean"),
-        ("bnpo", TRL_PPO, "token-mean"),
-        ("dapo", TRL_PPO, "token-mean"),
-        ("dr_grpo", TRL_PPO, "seq-mean-token-sum-norm"),
-        ("grpo_sequence", LossConfig(kind="gspo"), "seq-mean-token-mean"),
-    ],
-)
-def test_losses_agree_with_trl(case: Case, name: str, config: LossConfig, aggregation: str) -> None:
-    assert case.aggregated(config, aggregation)[0] == pytest.approx(case.case["trl"][name], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("tis_2.0", LossConfig(correction="tis", correction_high=2.0)),
-        ("icepop_0.5_2.0", LossConfig(correction="icepop", correction_low=0.5, correction_high=2.0)),
-    ],
-)
-def test_corrections_agree_with_verl(case: Case, name: str, config: LossConfig) -> None:
-    got = correction_weights(config, case.flat(case.case["old_logprob"]), case.flat(case.case["behaviour_logprob"]))
-    torch.testing.assert_close(got, case.flat(case.case["correction"][name]), atol=1e-6, rtol=0)
 
 
 def two_level(case: Case) -> tuple[np.ndarray, int]:
@@ -106,9 +69,95 @@ def two_level(case: Case) -> tuple[np.ndarray, int]:
     return weights, len(set(execution.tolist()))
 
 
-def test_two_level_mean_agrees(case: Case) -> None:
+# --- every number of the oracle -----------------------------------------------------------------------------------
+
+
+def aggregate(name: str) -> Callable[[Case, dict], None]:
+    return lambda case, expected: agrees(case, case.aggregated(VERL_PPO, name), expected)
+
+
+def policy(config: LossConfig) -> Callable[[Case, dict], None]:
+    return lambda case, expected: agrees(case, case.aggregated(config, expected["aggregate"]), expected)
+
+
+def trl(config: LossConfig, aggregation: str) -> Callable[[Case, float], None]:
+    def check(case: Case, expected: float) -> None:
+        assert case.aggregated(config, aggregation)[0] == pytest.approx(expected, abs=1e-6)
+
+    return check
+
+
+def correction(config: LossConfig) -> Callable[[Case, list], None]:
+    def check(case: Case, expected: list) -> None:
+        got = correction_weights(config, case.flat(case.case["old_logprob"]), case.flat(case.case["behaviour_logprob"]))
+        assert got is not None
+        torch.testing.assert_close(got.weight, case.flat(expected), atol=1e-6, rtol=0)
+
+    return check
+
+
+def advantage(*, std: bool) -> Callable[[Case, list], None]:
+    def check(case: Case, expected: list) -> None:
+        group, reward = np.array(case.case["group"]), np.array(case.case["reward"], dtype=float)
+        got = np.concatenate([group_advantages(reward[group == g], std=std) for g in sorted(set(group.tolist()))])
+        assert got == pytest.approx(expected, abs=1e-6)
+
+    return check
+
+
+def two_level_mean(case: Case, expected: dict) -> None:
     weights, executions = two_level(case)
-    agrees(case, case.loss(TRL_PPO, weights[case.rows], executions), case.case["two_level"])
+    agrees(case, case.loss(TRL_PPO, weights[case.rows], executions), expected)
+
+
+CHECKS: dict[str, Callable[[Case, object], None]] = {
+    "grpo_advantage": advantage(std=True),
+    "grpo_advantage_mean_only": advantage(std=False),
+    "aggregate/token-mean": aggregate("token-mean"),
+    "aggregate/seq-mean-token-sum": aggregate("seq-mean-token-sum"),
+    "aggregate/seq-mean-token-mean": aggregate("seq-mean-token-mean"),
+    "aggregate/seq-mean-token-sum-norm": aggregate("seq-mean-token-sum-norm"),
+    "policy/vanilla": policy(VERL_PPO),
+    "policy/gspo": policy(GSPO),
+    "policy/cispo": policy(CISPO),
+    "trl/grpo": trl(TRL_PPO, "seq-mean-token-mean"),
+    "trl/bnpo": trl(TRL_PPO, "token-mean"),
+    "trl/dapo": trl(TRL_PPO, "token-mean"),
+    "trl/dr_grpo": trl(TRL_PPO, "seq-mean-token-sum-norm"),
+    "trl/grpo_sequence": trl(GSPO, "seq-mean-token-mean"),
+    "correction/tis_2.0": correction(LossConfig(correction="tis", correction_high=2.0)),
+    "correction/icepop_0.5_2.0": correction(LossConfig(correction="icepop", correction_low=0.5, correction_high=2.0)),
+    "two_level": two_level_mean,
+}  # type: ignore[dict-item]
+INPUTS = {"seed", "clip", "lengths", "group", "reward", "logprob", "old_logprob", "behaviour_logprob"}
+NESTED = {"aggregate", "policy", "trl", "correction"}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_values_and_gradients_agree(case: Case, name: str) -> None:
+    section, _, entry = name.partition("/")
+    CHECKS[name](case, case.case[section][entry] if entry else case.case[section])
+
+
+def test_no_entry_of_the_oracle_goes_unused(case: Case) -> None:
+    entries = set(case.case) - INPUTS - NESTED
+    entries |= {f"{section}/{name}" for section in NESTED for name in case.case[section]}
+    assert entries == set(CHECKS)
+    assert set(ORACLE) == {"made_by", "cases", "two_level_published"}
+    assert case.case["clip"] == [TRL_PPO.clip_low, TRL_PPO.clip_high]
+
+
+def test_the_published_cases_come_out_exactly() -> None:
+    """Loss 1 in every token of A = 50 + 100, B = 3 · 30, C = 40 is a loss of 1; and advantages know no rows."""
+    unequal, split = ORACLE["two_level_published"]
+    executions: dict[str, list[int]] = {}
+    for execution, size in unequal["rows"]:
+        executions.setdefault(execution, []).append(size)
+    means = [float((target_weights(sizes)[0] * sizes).sum()) for sizes in executions.values()]
+    assert sum(means) / len(means) == unequal["loss"] == 1.0
+    rewards = split["reward"]
+    of = dict(zip(rewards, group_advantages(list(rewards.values()), std=False), strict=True))
+    assert [of[e] for e in split["rows"]] == split["mean_only_advantage"] == [0.5, 0.5, 0.5, -0.5]
 
 
 # --- the streaming form -------------------------------------------------------------------------------------------
@@ -160,6 +209,8 @@ def test_metrics_are_sums_over_targets(case: Case) -> None:
     ratio, advantage = (new - old).exp(), torch.tensor(case.case["grpo_advantage"])[target // 100]
     out = ((ratio > 1.28) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))
     assert metrics["clipped"] == out.sum().item()
+    bad = ((ratio < 0.8) | (ratio > 1.28)).sum().item()
+    assert metrics["outside"] == bad
     dropped = loss_sum(LossConfig(correction="icepop", correction_high=1.1), packed, new, new + 1.0).metrics
     assert dropped["corrected"] == ((new + 1 - old).exp() > 1.1).sum() + ((new + 1 - old).exp() < 0.5).sum()
 
@@ -177,33 +228,62 @@ def test_behaviour_is_not_old_when_old_was_recomputed(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("ratio", "loss"), [(5.0, 3.0), (2.0, 2.0), (0.5, 0.8)])
-def test_dual_clip_bounds_the_loss_of_bad_actions(ratio: float, loss: float) -> None:
+@pytest.mark.parametrize("kind", ["ppo", "decoupled"])
+def test_dual_clip_bounds_the_loss_of_bad_actions(kind: str, ratio: float, loss: float) -> None:
     one = torch.tensor([0.0], dtype=torch.float64)
-    got, clipped = policy_loss(VERL_PPO, one + np.log(ratio), one, one - 1, torch.tensor([0]))
-    assert got.item() == pytest.approx(loss)
-    assert clipped.item() is (ratio != 2.0)
+    got = policy_loss(LossConfig(kind=kind, dual_clip=3.0), one + np.log(ratio), one, one - 1)
+    assert got.loss.item() == pytest.approx(loss)
+    assert got.clipped.item() is (ratio != 2.0)
+    assert got.outside.item() is True
 
 
-def test_far_ratios_stay_finite() -> None:
+def test_reinforce_is_minus_the_advantage_times_the_score() -> None:
+    logprobs = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
+    got = policy_loss(LossConfig(kind="reinforce"), logprobs, logprobs.detach() - 1, torch.tensor([2.0, -1.0]))
+    got.loss.sum().backward()
+    assert got.loss.tolist() == [1.0, -2.0]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-2.0, 1.0]
+    assert not got.clipped.any()
+
+
+@pytest.mark.parametrize("kind", ["ppo", "decoupled", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_far_ratios_stay_finite(kind: str, offset: float) -> None:
     zero = torch.zeros(1, requires_grad=True)
-    for kind in ("ppo", "gspo", "cispo"):
-        config = LossConfig(kind=kind, kl_coef=0.1)
-        losses, _ = policy_loss(config, zero, zero.detach() - 1e4, torch.ones(1), torch.tensor([0]))
-        losses.sum().backward()
-        assert torch.isfinite(losses).all()
+    losses = policy_loss(LossConfig(kind=kind), zero, zero.detach() + offset, torch.ones(1), Sequences(torch.zeros(1)))
+    losses.loss.sum().backward()
+    assert torch.isfinite(losses.loss).all()
     assert zero.grad is not None
     assert torch.isfinite(zero.grad).all()
+
+
+def test_gspo_without_sequences_is_refused() -> None:
+    with pytest.raises(BadRow, match="gspo looks at whole trajectories"):
+        policy_loss(GSPO, torch.zeros(1), torch.zeros(1), torch.zeros(1))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "reinforce"}, "unknown loss kind"),
-        ({"correction": "is"}, "unknown correction"),
-        ({"clip_low": -0.1}, "negative"),
+        ({"kind": "dpo"}, "unknown loss kind 'dpo'.*reinforce"),
+        ({"correction": "is"}, "unknown correction 'is'.*sequence-mask"),
+        ({"reject": "batch"}, "unknown reject"),
+        ({"clip_low": -0.1}, "clip_low"),
+        ({"clip_high": float("nan")}, "clip_high"),
         ({"dual_clip": 0.5}, "above 1"),
         ({"kind": "cispo", "dual_clip": 3.0}, "for kind 'ppo'"),
         ({"correction_low": 3.0}, "correction_low <= correction_high"),
+        ({"correction_low": 0.0, "correction_high": 0.0}, "would take every weight"),
+        ({"reject_low": 3.0}, "reject_low <= reject_high"),
+        ({"veto": 0.0}, r"in \(0, 1\)"),
+        ({"veto": 2.0}, r"in \(0, 1\)"),
+        ({"kl_coef": -1.0}, "kl_coef must be"),
+        ({"entropy_coef": float("inf")}, "entropy_coef must be"),
+        ({"kl_estimator": "k4"}, "unknown kl_estimator"),
+        ({"kl_gradient": "k3"}, "unknown kl_gradient"),
+        ({"kl_against": "sft"}, "unknown kl_against"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "0 on average"),
     ],
 )
 def test_bad_configs_are_refused(changes: dict, message: str) -> None:
@@ -211,10 +291,73 @@ def test_bad_configs_are_refused(changes: dict, message: str) -> None:
         LossConfig(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({"kind": "decoupled"}, {}, "needs the proximal policy"),
+        ({"correction": "tis"}, {}, "holds the mismatch already"),
+        ({"kind": "gspo", "correction": "sequence-mask"}, {}, "holds the mismatch already"),
+        ({"kl_coef": 0.1, "kl_against": "reference"}, {}, "needs reference_logprobs"),
+        ({"entropy_coef": 0.1}, {}, "needs entropies"),
+        ({}, {"entropies": torch.zeros(3)}, r"entropies of shape \(29,\)"),
+    ],
+)
+def test_a_config_that_the_inputs_contradict_is_refused(changes: dict, given: dict, message: str) -> None:
+    (packed,) = pack_rows(oracle_rows(Case(CASES[0])), 1000)
+    with pytest.raises((BadChoice, BadRow), match=message):
+        loss_sum(LossConfig(**changes), packed, torch.zeros(29), **given)
+
+
 def test_shapes_are_checked(case: Case) -> None:
     (packed,) = pack_rows(oracle_rows(case), 1000)
     with pytest.raises(BadRow, match=r"shape \(29,\)"):
         loss_sum(TRL_PPO, packed, torch.zeros(28))
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "reference_logprobs", "entropies"])
+def test_a_target_without_a_finite_number_is_named(case: Case, name: str, value: float) -> None:
+    (packed,) = pack_rows(oracle_rows(case), 1000)
+    tensors = {"logprobs": torch.zeros(29), name: torch.zeros(29)}
+    tensors[name][7] = value
+    token = packed.arrays().target[7]
+    with pytest.raises(NotFinite, match=rf"{name} of target 7 is {value}: token id {token}.*execution 'e"):
+        loss_sum(TRL_PPO, packed, tensors.pop("logprobs"), **tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo", "reinforce"])
+def test_narrow_log_probabilities_are_computed_wide(case: Case, kind: str, dtype: torch.dtype) -> None:
+    """Rounding the inputs is all that a narrow dtype costs: the sum is the float32 one of the rounded numbers."""
+    (packed,) = pack_rows(oracle_rows(case), 1000)
+    narrow = torch.from_numpy(packed.arrays().logprob + 0.1).to(dtype)
+    config = LossConfig(kind=kind, kl_coef=0.1, entropy_coef=0.1)
+    got, expected = (loss_sum(config, packed, x, entropies=-x) for x in (narrow, narrow.float()))
+    assert got.loss.dtype == torch.float32
+    assert got.loss.item() == expected.loss.item()
+    assert got.metrics == expected.metrics
+
+
+def test_a_million_targets_lose_nothing_in_float32() -> None:
+    """Weights of 1e-6 add up to 1, and a trajectory's mean log-ratio is what float64 makes of it."""
+    m = 1_000_000
+    random = np.random.default_rng(0)
+    logprobs = -random.exponential(1.0, m).astype(np.float32)
+    current = logprobs + random.normal(0, 0.1, m).astype(np.float32)
+    ids = np.zeros(m + 1, np.uint32)
+    row = Row("e", 0, ids, np.arange(m + 1) > 0, np.append(np.float32(0), logprobs), 1 / m, 1.0)
+    (packed,) = pack_rows([row], m + 1)
+    exact = current.astype(np.float64) - logprobs
+    for kind, expected in (
+        ("ppo", -np.minimum(np.exp(exact), 1.28).mean()),
+        ("gspo", -np.exp(exact.mean())),
+        ("reinforce", -current.astype(np.float64).mean()),
+    ):
+        got = loss_sum(LossConfig(kind=kind), packed, torch.from_numpy(current))
+        assert got.loss.dtype == torch.float32
+        assert got.loss.item() == pytest.approx(expected, rel=2e-6)
+        assert got.metrics["weight"] == pytest.approx(1.0, rel=1e-7)
+        assert got.metrics["ratio"] == pytest.approx(np.exp(exact).sum(), rel=1e-9)
 
 
 @pytest.mark.parametrize("pack", [pack_rows, pack_forests])
@@ -304,13 +447,12 @@ def test_dense_mask_is_the_definition() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo", "reinforce"])
 def test_the_same_on_a_gpu(kind: str) -> None:
     for packed in pack_forests(tree_rows(), 40):
         torch.testing.assert_close(dense_mask(packed, "cuda").cpu(), dense_mask(packed))
         logprobs = -torch.rand(packed.targets)
-        one, other = (
-            loss_sum(LossConfig(kind=kind, correction="tis"), packed, logprobs.to(d)) for d in ("cpu", "cuda")
-        )
+        config = LossConfig(kind=kind, correction="sequence-truncate", reject="geometric", veto=0.01)
+        one, other = (loss_sum(config, packed, logprobs.to(d), (logprobs - 0.1).to(d)) for d in ("cpu", "cuda"))
         torch.testing.assert_close(other.loss.cpu(), one.loss)
         assert other.metrics == pytest.approx(one.metrics, rel=1e-4)

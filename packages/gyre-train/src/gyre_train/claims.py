@@ -79,7 +79,6 @@ class Claims:
         began = time.monotonic()
         loss, metrics = self._replica.accumulate(packed)
         seconds = time.monotonic() - began
-        mismatch = metrics.pop("mismatch_max", 0.0)  # the others are sums
         reply = self._feed.call(
             Complete(
                 cell=self._cell,
@@ -100,7 +99,7 @@ class Claims:
             packed.tokens,
             packed.targets,
             loss,
-            mismatch,
+            metrics.get("mismatch_max", 0.0),
             seconds,
             "" if kept else "; its lease was lost",
         )

@@ -17,6 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from gyre_traj import loss_config
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[model], as far as the trainer reads it."""
@@ -48,42 +50,31 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"betas must lie in [0, 1), got {self.betas!r}")
 
 
-class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[train.loss]: the policy loss per sampled token; see `gyre_traj.torch`."""
+class LossConfig(loss_config.LossConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[train.loss]: the policy loss per sampled token, as of `gyre_traj.loss_config`, and what pi_old is."""
 
-    kind: Literal["ppo", "gspo", "cispo"] = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float | None = None  # lower bound on the loss of negative advantages, as a ratio > 1
     old: Literal["behaviour", "recompute"] = (
         "behaviour"  # pi_old: the engine's, or the trainer's at the batch's version
     )
-    correction: Literal["none", "tis", "icepop"] = "none"  # weights between trainer and engine probabilities
-    correction_low: float = 0.5  # icepop drops tokens below
-    correction_high: float = 2.0  # tis truncates at, icepop drops tokens above
-    kl_coef: float = 0.0  # times KL(pi, pi_old), estimated per token; needs feed.skip_zero_advantage = false
 
     def __post_init__(self) -> None:
-        if self.clip_low < 0 or self.clip_high < 0:
-            raise ValueError(f"clip_low and clip_high must be >= 0, got {self.clip_low!r} and {self.clip_high!r}")
-        if self.dual_clip is not None and (self.kind != "ppo" or self.dual_clip <= 1):
-            raise ValueError(f"dual_clip is for kind 'ppo' and above 1, got {self.dual_clip!r} for {self.kind!r}")
-        if not 0 <= self.correction_low <= self.correction_high:
-            raise ValueError(
-                "expected 0 <= correction_low <= correction_high, "
-                f"got {self.correction_low!r} and {self.correction_high!r}"
-            )
-        if self.kl_coef < 0:
-            raise ValueError(f"kl_coef must be >= 0, got {self.kl_coef!r}")
-        if self.kl_coef and self.old == "recompute":
+        super().__post_init__()
+        recompute = self.old == "recompute"
+        if self.kl_coef and self.kl_against == "old" and recompute:
             raise ValueError(
                 "kl_coef does nothing with old='recompute', which is the policy itself; use old='behaviour'"
             )
-        if self.correction != "none" and self.old == "behaviour":
+        if self.bounded and not recompute and self.kind != "reinforce":
             raise ValueError(
                 f"correction={self.correction!r} does nothing with old='behaviour', whose ratio holds it already; "
                 "use old='recompute'"
             )
+        if self.kind == "decoupled" and not recompute:
+            raise ValueError("kind='decoupled' needs a proximal policy beside the behaviour's; use old='recompute'")
+        if self.kl_coef and self.kl_against == "reference":
+            raise ValueError("kl_against='reference' needs a reference policy, which no cell holds; use 'old'")
+        if self.entropy_coef:
+            raise ValueError(f"entropy_coef must be 0: trainers compute no entropies, got {self.entropy_coef!r}")
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -57,7 +57,7 @@ class Complete(msgspec.Struct, frozen=True, kw_only=True, tag="complete"):
     attempt: int
     loss: float  # Σ w·ℓ over the micro-step's targets, not yet divided by |E|
     seconds: float
-    metrics: dict[str, float] = {}  # sums over targets, e.g. "clipped", "kl", "entropy"; "targets" is their number
+    metrics: dict[str, float] = {}  # as of gyre_traj.metrics: sums over targets, and maxima by names in "_max"
 
 
 class HandOver(msgspec.Struct, frozen=True, kw_only=True, tag="hand_over"):

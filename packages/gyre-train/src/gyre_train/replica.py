@@ -27,8 +27,9 @@ from gyre_train.architecture import Architecture
 from gyre_train.config import TrainConfig
 from gyre_train.errors import CheckpointError, LayoutMismatch, NonFinite, TrainError
 from gyre_train.schedule import learning_rate
+from gyre_traj.errors import NotFinite
 from gyre_traj.packing import Packed
-from gyre_traj.torch import LossConfig, loss_sum
+from gyre_traj.torch import loss_sum
 
 cpu.prepare()
 
@@ -56,8 +57,6 @@ class Replica:
         self.dtype = _DTYPES[config.dtype]
         self.learning_rate = 0.0  # of the last step
         self._limit = config.max_length or arch.max_positions
-        loss = config.loss
-        self._loss = LossConfig(**{name: getattr(loss, name) for name in LossConfig.__struct_fields__})
         torch.set_num_threads(config.threads)
         join_world(config.seed)
         with cpu.cuda_on_cpu():
@@ -137,7 +136,10 @@ class Replica:
         log_probs = self.log_probs(packed)
         # Nothing is updated within a batch, so the trainer's own old log-probabilities are these.
         old = log_probs.detach() if self.config.loss.old == "recompute" else None
-        loss, metrics = loss_sum(self._loss, packed, log_probs, old)
+        try:
+            loss, metrics = loss_sum(self.config.loss, packed, log_probs, old, version=self.version)
+        except NotFinite as e:
+            raise NonFinite(f"at version {self.version}, {e}") from e
         if not math.isfinite(value := float(loss.detach())):
             raise NonFinite(
                 f"the loss of a micro-step is {value!r} at version {self.version}; look at its log-probabilities"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import msgspec
 from gyre_train.feed.batch import Batch
 from gyre_train.feed.prepare import Fated, PreparedExecution
 from gyre_train.protocol import CloseBatch
+from gyre_traj.metrics import mean_metrics, merge_metrics
 
 
 def step_record(batch: Batch, close: CloseBatch, seconds: float) -> dict[str, Any]:
@@ -26,13 +27,11 @@ def step_record(batch: Batch, close: CloseBatch, seconds: float) -> dict[str, An
     for m in inside:
         left_out.update(m.left_out)
     cells: Counter[int] = Counter()
-    sums: defaultdict[str, float] = defaultdict(float)
     for step in batch.leases.steps:
         if step.cell is not None:
             cells[step.cell] += 1
-        for name, value in step.metrics.items():
-            sums[name] += value
     computed = batch.targets_computed
+    sums = merge_metrics(step.metrics for step in batch.leases.steps)
     sums.pop("targets", None)
     return {
         "step": batch.index + 1,
@@ -65,8 +64,8 @@ def step_record(batch: Batch, close: CloseBatch, seconds: float) -> dict[str, An
         "seconds": seconds,
         "optimizer_seconds": close.seconds,
         "checkpoint": close.checkpoint,
-        "sums": dict(sums),
-        "means": {name: value / computed for name, value in sums.items()} if computed else {},
+        "sums": sums,
+        "means": mean_metrics({**sums, "targets": computed}),
     }
 
 
