@@ -158,11 +158,14 @@ class ScriptedEngine:
         self.report: tuple[int, dict[str, Any]] | None = None  # after so many tokens: an error event
         self.pace = 0.0  # seconds a token
         self.requests: list[dict[str, Any]] = []
+        self.sampled: dict[str, list[tuple[int, str]]] = {}  # by rid: (token, version of the weights)
         self.aborts: list[str] = []
         self.running: dict[str, asyncio.Event] = {}
         self.held = asyncio.Event()  # a request waits at `hold`
         self.url = ""
         self._released = asyncio.Event()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
         self._transports: set[asyncio.BaseTransport] = set()
         self._runner: web.AppRunner | None = None
 
@@ -177,6 +180,7 @@ class ScriptedEngine:
 
     async def stop(self) -> None:
         self.release()
+        self.resume()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -191,6 +195,15 @@ class ScriptedEngine:
         """Let held requests go on, now and later."""
         self.hold = None
         self._released.set()
+
+    def pause(self) -> None:
+        """Sample nothing until `resume`; requests stay where they are."""
+        self._unpaused.clear()
+
+    def resume(self, version: str | None = None) -> None:
+        """Go on sampling, with other weights if `version` names them."""
+        self.version = version or self.version
+        self._unpaused.set()
 
     async def _abort(self, request: web.Request) -> web.Response:
         rid = (await request.json())["rid"]
@@ -218,6 +231,15 @@ class ScriptedEngine:
             self.running.pop(rid, None)
         return response
 
+    async def _first(self, *events: asyncio.Event) -> None:
+        """Wait for any of them."""
+        if any(e.is_set() for e in events):
+            return
+        waits = [asyncio.create_task(e.wait()) for e in events]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for w in waits:
+            w.cancel()
+
     async def _sample(
         self,
         response: web.StreamResponse,
@@ -231,12 +253,10 @@ class ScriptedEngine:
         rest = self.brain.rest(body["input_ids"])
         finish: dict[str, Any] | None = None
         while finish is None:
+            await self._first(self._unpaused, aborted)
             if self.hold is not None and len(ids) >= self.hold:
                 self.held.set()
-                waits = [asyncio.create_task(e.wait()) for e in (self._released, aborted)]
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for w in waits:
-                    w.cancel()
+                await self._first(self._released, aborted)
             if self.report is not None and len(ids) >= self.report[0]:
                 error = {"error": self.report[1]}
                 await response.write(b"data: " + json.dumps(error).encode() + b"\n\ndata: [DONE]\n\n")
@@ -249,6 +269,7 @@ class ScriptedEngine:
             else:
                 token = rest[len(ids)]
                 ids.append(token)
+                self.sampled.setdefault(body["rid"], []).append((token, self.version))
                 if spans and spans[-1][0] == self.version:
                     spans[-1][2] = len(ids)
                 else:
