@@ -53,6 +53,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    asks: str | None = None  # what the user wrote last, where the last user message says more than that
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +80,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
     calls: tuple[ToolCall, ...] = ()
     finish: str = "stop"  # stop | length | tool_calls
+    stop: str | None = None  # the stop string that ended it
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0

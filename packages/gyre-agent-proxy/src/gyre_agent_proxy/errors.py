@@ -33,6 +33,11 @@ class TooLong(BadRequest):
 
     code = "context_length_exceeded"
 
+    def __init__(self, message: str, param: str | None = None, *, tokens: int = 0, limit: int = 0) -> None:
+        super().__init__(message, param)
+        self.tokens = tokens  # of the prompt
+        self.limit = limit  # what the engines take
+
 
 class EngineRefused(BadRequest):
     """The engine refused the request (for example: longer than its context)."""
@@ -58,6 +63,7 @@ class NoEngine(ProxyError):
 
     status = 503
     kind = "server_error"
+    retry_after = 1
 
 
 class EngineError(ProxyError):

@@ -60,7 +60,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.system_contains is not None and self.system_contains not in system:
             return False
         if self.last_user_begins is not None:
-            last = next((m.text for m in reversed(conversation.messages) if m.role == "user"), "")
+            last = conversation.asks
+            if last is None:
+                last = next((m.text for m in reversed(conversation.messages) if m.role == "user"), "")
             if not last.lstrip().startswith(self.last_user_begins):
                 return False
         if self.tools is not None and len(conversation.tools) != self.tools:

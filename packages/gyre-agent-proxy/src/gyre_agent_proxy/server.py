@@ -1,8 +1,10 @@
 """The HTTP server.
 
 POST /v1/chat/completions          OpenAI Chat Completions
+POST /v1/messages                  Anthropic Messages, and POST /v1/messages/count_tokens
 POST /v1/responses, /responses     OpenAI Responses
-GET /v1/models   GET /health   GET /gyre/stats   POST /gyre/executions/{id}/close
+GET /v1/models, /v1/models/{id}    in the shape of the client that asks
+GET /   GET /health   GET /gyre/stats   POST /gyre/executions/{id}/close
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from aiohttp.typedefs import Middleware
 
 from gyre_agent_proxy.attempt import Attempt
 from gyre_agent_proxy.conversation import Reply
-from gyre_agent_proxy.dialects import chat, responses
+from gyre_agent_proxy.dialects import chat, messages, responses
 from gyre_agent_proxy.dialects.base import Defaults, Dialect, Encoder, Opening
 from gyre_agent_proxy.errors import BadRequest, EngineError, ProxyError, Unauthorized
 from gyre_agent_proxy.keys import execution_of
@@ -32,9 +34,11 @@ log = logging.getLogger(__name__)
 
 _DIALECTS: dict[str, Dialect] = {
     "/v1/chat/completions": chat,
+    "/v1/messages": messages,
     "/v1/responses": responses,
     "/responses": responses,
 }
+_COUNT = "/v1/messages/count_tokens"
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -63,8 +67,11 @@ class Server:
         self.app = web.Application(client_max_size=max_body, middlewares=[_errors(service)])
         for path, dialect in _DIALECTS.items():
             self.app.router.add_post(path, partial(self._call, dialect))
+        self.app.router.add_post(_COUNT, self._count)
         self.app.router.add_get("/v1/models", self._models)
-        self.app.router.add_get("/health", self._health)
+        self.app.router.add_get("/v1/models/{id:.+}", self._one_model)
+        for path in ("/", "/health"):
+            self.app.router.add_get(path, self._health)
         self.app.router.add_get("/gyre/stats", self._stats)
         self.app.router.add_post("/gyre/executions/{id}/close", self._close)
 
@@ -83,7 +90,8 @@ class Server:
         async with attempt.waiting():
             if not asked.stream:
                 reply = await asyncio.shield(attempt.reply)
-                response = web.json_response(dialect.answer(reply, asked, asked.model or self._model))
+                answer = dialect.answer(reply, asked, asked.model or self._model)
+                response = web.json_response(answer, headers=_names(attempt))
                 async with self._delivery(execution, attempt):
                     await response.prepare(request)
                     await response.write_eof()
@@ -104,7 +112,11 @@ class Server:
         if attempt.reply.done() and (early := attempt.reply.exception()) is not None:
             raise early
         response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                **_names(attempt),
+            }
         )
         text = GrowingText(self._renderer.vocabulary, self._renderer.stop_ids)
         asked, sent, seen = attempt.request, "", 0
@@ -152,7 +164,22 @@ class Server:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._execution(request)
+        if _anthropic(request):
+            return web.json_response(messages.models(self._model, self._created, self._service.context))
         return web.json_response(chat.models(self._model, self._created))
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        """The one model, under whatever name it is asked for: calls are answered under any name too."""
+        self._execution(request)
+        name = request.match_info["id"]
+        if _anthropic(request):
+            return web.json_response(messages.model(name, self._created, self._service.context))
+        return web.json_response(chat.model(name, self._created))
+
+    async def _count(self, request: web.Request) -> web.Response:
+        execution = self._execution(request)
+        asked = messages.read_request(await request.read(), self._defaults)
+        return web.json_response(messages.count(self._service.count(execution, asked)))
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -165,6 +192,16 @@ class Server:
         if self._execution(request) != name:
             raise Unauthorized(f"this key is another execution's, not {name!r}'s")
         return web.json_response({"execution": name, "calls": await self._service.close(name)})
+
+
+def _anthropic(request: web.Request) -> bool:
+    """Whether an Anthropic client asks."""
+    return "anthropic-version" in request.headers
+
+
+def _names(attempt: Attempt) -> dict[str, str]:
+    """Headers that name the call, as the clients of either kind look for them."""
+    return {"request-id": f"req_{attempt.call}", "x-request-id": f"req_{attempt.call}"}
 
 
 def _errors(service: Service) -> Middleware:
@@ -194,8 +231,12 @@ def _errors(service: Service) -> Middleware:
         if request.path.startswith("/v1/") or request.path in _DIALECTS:
             service.metrics.add("calls_refused" if refused else "calls_failed")
         log.warning("%s %s: %d %s", request.method, request.path, error.status, error)
-        headers = {"Retry-After": str(retry)} if (retry := getattr(error, "retry_after", None)) else None
-        dialect = _DIALECTS.get(request.path, chat)
-        return web.json_response(dialect.error_body(error), status=dialect.status(error), headers=headers)
+        dialect = _DIALECTS.get(request.path) or (messages if _anthropic(request) or request.path == _COUNT else chat)
+        body, headers = dialect.error_body(error), {}
+        if retry := getattr(error, "retry_after", None):
+            headers["Retry-After"] = str(retry)
+        if "request_id" in body:
+            headers["request-id"] = body["request_id"]
+        return web.json_response(body, status=dialect.status(error), headers=headers)
 
     return middleware

@@ -89,6 +89,17 @@ class Service:
         task.add_done_callback(execution.tasks.discard)
         return attempt
 
+    def count(self, name: str, request: Request) -> int:
+        """Tokens of the prompt that `submit` would send; changes nothing. Raises as `submit` does."""
+        known = name in self._executions or name in self._ended or self._recorder.path(name).is_file()
+        history = self._execution(name).history if known else History(self._renderer)
+        return len(history.plan(request.conversation).prompt)
+
+    @property
+    def context(self) -> int:
+        """Prompt + output tokens of one call, 0 where that is not known."""
+        return self._engines.config.context
+
     def delivered(self, name: str, attempt: Attempt, *, ok: bool) -> None:
         """The answer was written to a connection whole, or the connection was lost while it was written."""
         attempt.delivered = attempt.delivered or ok
@@ -165,7 +176,10 @@ class Service:
             return request
         if prompt >= context:
             raise TooLong(
-                f"the prompt has {prompt} tokens, the engines' context takes {context}; shorten it", "messages"
+                f"the prompt has {prompt} tokens, the engines' context takes {context}; shorten it",
+                "messages",
+                tokens=prompt,
+                limit=context,
             )
         limit = min(request.sampling.max_tokens, context - prompt)
         return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=limit))
@@ -274,6 +288,7 @@ class Service:
             reasoning=said.reasoning,
             calls=calls,
             finish="tool_calls" if calls and output.finish == "stop" else output.finish,
+            stop=output.matched if isinstance(output.matched, str) else None,
             prompt_tokens=len(plan.prompt),
             completion_tokens=len(output.ids),
             cached_tokens=output.cached,

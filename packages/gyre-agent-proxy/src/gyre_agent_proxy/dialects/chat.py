@@ -226,4 +226,9 @@ def error_body(error: ProxyError) -> dict[str, Any]:
 
 def models(name: str, created: int) -> dict[str, Any]:
     """`GET /v1/models`."""
-    return {"object": "list", "data": [{"id": name, "object": "model", "created": created, "owned_by": "gyre"}]}
+    return {"object": "list", "data": [model(name, created)]}
+
+
+def model(name: str, created: int) -> dict[str, Any]:
+    """`GET /v1/models/{id}`; created: unix seconds."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "gyre"}
