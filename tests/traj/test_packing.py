@@ -135,13 +135,8 @@ def test_a_row_gives_back_its_arrays() -> None:
     assert made.version.tolist() == [-1, 4, 5, -1, -1]
     assert (len(made), made.targets, made.role, made.numbered(7).trajectory) == (5, 3, "sub-agent", 7)
     assert [len(segment) for segment in made.segments] == [1, 1, 1, 1, 1]
-    assert (made.ids.dtype, made.target.dtype, made.logprobs.dtype, made.version.dtype, made.temperature.dtype) == (
-        np.uint32,
-        np.bool_,
-        np.float32,
-        np.int32,
-        np.float32,
-    )
+    dtypes = [a.dtype for a in (made.ids, made.target, made.logprobs, made.version, made.temperature)]
+    assert dtypes == [np.uint32, np.bool_, np.float32, np.int32, np.float32]
     assert len(Row("e", 0, [], [], [], 0.5, 1.0)) == 0
 
 

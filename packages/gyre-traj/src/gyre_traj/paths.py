@@ -120,14 +120,18 @@ class Fork(NamedTuple):
 
 
 def fork(left: Path, right: Path) -> Fork:
-    """Compare two paths by their ids, at memory speed; segments that are the same memory are not looked at."""
-    ours, theirs = iter(left.segments), iter(right.segments)
+    """Compare two paths by their ids, at memory speed; segments that both begin with are not looked at."""
+    same, shared = 0, 0
+    for x, y in zip(left.segments, right.segments, strict=False):
+        if x.ids is not y.ids:
+            break
+        same, shared = same + 1, shared + len(x.ids)
+    ours, theirs = iter(left.segments[same:]), iter(right.segments[same:])
     a = b = _NO_IDS
-    shared = 0
     while True:
         a = a if len(a) else _next(ours)
         b = b if len(b) else _next(theirs)
-        n = len(a) if a is b else common_prefix(a, b)
+        n = common_prefix(a, b)
         shared += n
         a, b = a[n:], b[n:]
         if n == 0 or (len(a) and len(b)):  # n is 0 where the next ids differ, or a path has ended

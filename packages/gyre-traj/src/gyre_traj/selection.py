@@ -6,7 +6,7 @@ Each sampled token is a target in at most one of them.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +63,7 @@ def select(tree: Tree, j_max: int | None, seed: int, priority: RolePriority = DE
         raise BadChoice(f"j_max must be at least 1, or None for no cap; got {j_max!r}")
     view = tree.view()
     where = {id(node): i for i, node in enumerate(view.nodes)}
-    masked = np.zeros(len(view.nodes), dtype=np.bool_)
+    segments: dict[int, Segment] = {}  # of nodes on a path drawn, masked
     unmasked = np.zeros(len(view.leaves), dtype=np.int64)  # trainable tokens on the leaf's path
     for node, (first, last) in zip(view.nodes, view.spans, strict=True):
         unmasked[first:last] += node.trainable
@@ -74,18 +74,22 @@ def select(tree: Tree, j_max: int | None, seed: int, priority: RolePriority = DE
     while (open_ := drawable & (unmasked > 0)).any() and (j_max is None or len(trajectories) < j_max):
         weight = np.where(open_ & (rank == rank[open_].min()), unmasked, 0)
         leaf = view.leaves[_draw(weight, f"{seed}/{tree.execution}/{len(trajectories)}")]
-        path = leaf.path()
-        places = [where[id(node)] for node in path]
-        trajectories.append(_trajectory(tree.execution, path, masked[places].tolist()))
-        for node, place in zip(path, places, strict=True):
-            if not masked[place]:
-                masked[place] = True
-                first, last = view.spans[place]
-                unmasked[first:last] -= node.trainable
+        path: list[Segment] = []
+        for node in leaf.path():
+            place = where[id(node)]
+            if place in segments:
+                path.append(segments[place])
+                continue
+            segments[place] = Segment(node.ids, node.logprobs, False, node.temperature, _versions(node))
+            path.append(replace(segments[place], target=True) if node.trainable else segments[place])
+            first, last = view.spans[place]
+            unmasked[first:last] -= node.trainable
+        assert leaf.call is not None  # noqa: S101 - a leaf is an output
+        trajectories.append(Trajectory(tree.execution, leaf.call.call, leaf.role, tuple(path)))
 
     left_out: dict[str, int] = {}
-    for node, taken in zip(view.nodes, masked, strict=True):
-        if node.trainable and not taken:
+    for place, node in enumerate(view.nodes):
+        if node.trainable and place not in segments:
             left_out[node.role] = left_out.get(node.role, 0) + node.trainable
     return Selection(tree.execution, tuple(trajectories), left_out)
 
@@ -95,18 +99,6 @@ def _draw(weight: NDArray[np.int64], what: str) -> int:
     cumulative = weight.cumsum()
     number = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=16).digest(), "little")
     return int(cumulative.searchsorted(number % int(cumulative[-1]), side="right"))
-
-
-def _trajectory(execution: str, path: tuple[Node, ...], masked: list[bool]) -> Trajectory:
-    leaf = path[-1]
-    assert leaf.call is not None  # noqa: S101 - a leaf is an output
-    segments = (_segment(node, taken) for node, taken in zip(path, masked, strict=True))
-    return Trajectory(execution, leaf.call.call, leaf.role, tuple(segments))
-
-
-def _segment(node: Node, masked: bool) -> Segment:
-    target = node.trainable > 0 and not masked
-    return Segment(node.ids, node.logprobs, target, node.temperature, _versions(node))
 
 
 def _versions(node: Node) -> tuple[Span, ...]:
