@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
-from gyre_traj import Call, Span, Tree, pack_ids, pack_logprobs
+from gyre_traj import Call, Packed, Row, Span, Tree, pack_ids, pack_logprobs, pack_rows
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -77,3 +82,41 @@ def story() -> Story:
 @pytest.fixture
 def new_story() -> Callable[[str], Story]:
     return Story
+
+
+@dataclass
+class MicroStep:
+    """All rows of a table of behaviour log-probabilities in one micro-step; every number in a row is a target."""
+
+    packed: Packed
+
+    def pick(self, table: Sequence[Sequence[float]]) -> torch.Tensor:
+        """A number a target, float64 [m], from a table with a row a row."""
+        import torch
+
+        row, column = np.divmod(self.packed.arrays().target, 1000)
+        return torch.tensor([table[r][c] for r, c in zip(row, column, strict=True)], dtype=torch.float64)
+
+    def table(self, values: torch.Tensor) -> list[list[float]]:
+        """[m] -> a list a row."""
+        rows: dict[int, dict[int, float]] = {}
+        for place, value in zip(self.packed.arrays().target.tolist(), values.tolist(), strict=True):
+            rows.setdefault(place // 1000, {})[place % 1000] = value
+        return [[row[c] for c in sorted(row)] for _, row in sorted(rows.items())]
+
+
+@pytest.fixture
+def micro_step() -> Callable[..., MicroStep]:
+    def build(
+        behaviour: Sequence[Sequence[float]], advantages: Sequence[float], weights: Sequence[float] | float = 1.0
+    ) -> MicroStep:
+        rows = []
+        for i, logprobs in enumerate(behaviour):
+            ids = np.array([999_999, *(1000 * i + np.arange(len(logprobs)))], dtype=np.uint32)
+            weight = weights if isinstance(weights, float) else weights[i]
+            values = np.array([0.0, *logprobs], dtype=np.float32)
+            rows.append(Row(f"e{i}", i, ids, ids != 999_999, values, weight, advantages[i]))
+        (packed,) = pack_rows(rows, 10_000)
+        return MicroStep(packed)
+
+    return build

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from gyre_traj.forest import unique_tokens
     from gyre_traj.intake import Ending, Outcome
     from gyre_traj.log import Log, LogWriter, read_log
+    from gyre_traj.loss_config import LossConfig
+    from gyre_traj.metrics import mean_metrics, merge_metrics
     from gyre_traj.packed import Packed, PackedArrays, PackedRow, TargetRun
     from gyre_traj.packer import Packer
     from gyre_traj.packing import pack_forests, pack_rows
@@ -49,6 +51,7 @@ __all__ = [
     "Header",
     "Log",
     "LogWriter",
+    "LossConfig",
     "Node",
     "Outcome",
     "Packed",
@@ -70,6 +73,8 @@ __all__ = [
     "check_outcome",
     "group_advantages",
     "load_priority",
+    "mean_metrics",
+    "merge_metrics",
     "pack_forests",
     "pack_ids",
     "pack_logprobs",
@@ -90,6 +95,8 @@ _HOMES = {
     "forest": ("unique_tokens",),
     "intake": ("Ending", "Outcome"),
     "log": ("Log", "LogWriter", "read_log"),
+    "loss_config": ("LossConfig",),
+    "metrics": ("mean_metrics", "merge_metrics"),
     "packed": ("Packed", "PackedArrays", "PackedRow", "TargetRun"),
     "packer": ("Packer",),
     "packing": ("pack_forests", "pack_rows"),
