@@ -1,4 +1,4 @@
-"""gyre-agent-proxy serve | runner | roles"""
+"""gyre-agent-proxy serve | run | runner | harnesses | roles"""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from gyre_agent_proxy.runner import cli as cli_run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,7 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     serve.add_argument("--template", default="auto", help="auto, chatml, or a name of the renderers package")
     serve.add_argument("--context", type=int, default=0, help="tokens an engine takes (default: what the model says)")
     serve.add_argument("--secret", type=Path, help="file that signs API keys; without it every key is an execution")
-    runner = commands.add_parser("runner", help="run executions and score them")
+    cli_run.add(commands)
+    runner = commands.add_parser("runner", help="run a run's executions and score them")
     runner.add_argument("--config", type=Path, required=True, help="the run's resolved config")
     roles = commands.add_parser("roles", help="print a role table")
     roles.add_argument("table", nargs="?", default="default", help="a TOML file (default: the table that is built in)")
@@ -33,10 +36,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.command == "serve" and (args.config is None) == (not args.engine or args.model is None):
         parser.error("serve takes either --config FILE, or --engine URL and --model FOLDER")
-    if args.command == "roles":
-        return _guard(lambda: _roles(args))
+    if args.command == "run" and args.workspace is not None and args.task is not None:
+        parser.error("run takes --workspace with --instruction only: a task has its environment/")
+    if args.command in ("roles", "harnesses"):
+        return _guard(lambda: _roles(args) if args.command == "roles" else cli_run.show_harnesses(args))
     import logging
 
+    if args.command == "run":
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+        return _guard(lambda: cli_run.run(args))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     return _guard(lambda: _runner(args) if args.command == "runner" else _serve(args))
 
@@ -44,11 +52,12 @@ def main(argv: list[str] | None = None) -> int:
 def _guard(command: Callable[[], int]) -> int:
     """Run a command; errors of Gyre's packages are one line, not a traceback."""
     from gyre_agent_proxy.errors import ProxyError
+    from gyre_traj.errors import TrajError
     from gyre_transport.errors import TransportError
 
     try:
         return command()
-    except (ProxyError, TransportError) as e:
+    except (ProxyError, TransportError, TrajError) as e:
         print(f"gyre-agent-proxy: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

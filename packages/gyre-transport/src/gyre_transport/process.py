@@ -92,12 +92,13 @@ class Child:
         log: Path,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        stdin: Path | None = None,
         ready_within: float | None = 60.0,
         guarded: bool = False,
     ) -> Child:
         """Start `argv`; stdout and stderr go to `log` (appended).
 
-        env: the child's whole environment (default: this process's).
+        env: the child's whole environment (default: this process's). stdin: a file it reads (default: nothing).
         ready_within: seconds until the child must call `ready`; None does not wait (foreign programs).
         guarded: run under `gyre_transport.guard`.
         Raises `ProcessError` naming the log and its last lines when the child cannot start or is not ready in time.
@@ -112,10 +113,10 @@ class Child:
             child_env[_READY_FD] = str(tells)
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as out:
+            with log.open("ab") as out, open(stdin or os.devnull, "rb") as given:
                 process = await asyncio.create_subprocess_exec(
                     *argv,
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=given,
                     stdout=out,
                     stderr=asyncio.subprocess.STDOUT,
                     env=child_env,

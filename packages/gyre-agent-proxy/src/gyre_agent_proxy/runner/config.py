@@ -10,13 +10,14 @@ import msgspec
 class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[runner]. `tasks` is relative to the config file's folder, which the launcher writes to `folder`.
 
-    `harness` is a command; in its arguments and in the values of `env`, {python}, {folder}, {workspace}, {instruction},
-    {instruction_file}, {base_url}, {key}, {model}, {task} and {execution} are replaced.
+    `harness` is a command, or the name of a harness that is built in (`gyre_agent_proxy.runner.harnesses`), or a TOML
+    file like theirs. In a command's arguments and in the values of `env`, {python}, {folder}, {workspace},
+    {instruction}, {instruction_file}, {base_url}, {key}, {model}, {task} and {execution} are replaced.
     """
 
     tasks: str = "tasks"  # a folder of task folders
     folder: str = ""  # of the config file
-    harness: tuple[str, ...] = ()
+    harness: tuple[str, ...] | str = ()
     env: dict[str, str] = {}  # added to the harness's clean environment
     model: str = ""  # what harnesses call the policy; empty: [model] name
     budget: float = 3600.0  # wall-clock seconds of an execution, unless the task's [agent] timeout_sec is less

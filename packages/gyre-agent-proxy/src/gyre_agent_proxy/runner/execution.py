@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from gyre_agent_proxy.runner import harnesses
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import HarnessError
 from gyre_agent_proxy.runner.tasks import Task
 from gyre_transport.process import Child
 
+_CONTEXT = 131_072  # tokens a harness is told of where no context is known
+_OUTPUT = 32_768  # tokens of an answer it is told of, at most a quarter of the context
 _STOP_GRACE = 15.0  # seconds; longer than the guard takes to end a tree
 _NOT_STARTED = 127, "guard: cannot start"  # the guard's exit code and word
 
@@ -29,8 +34,13 @@ class Harness(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     base_url: str  # of the proxy, without /v1
     instructions: Path  # folder of <task>.md
+    stdin: str = ""  # a file; empty: nothing
+    files: dict[str, str] = {}  # written below its home
+    private: bool = False  # its home is a folder of its own, not the workspace
+    context: int = 0  # tokens of prompt and answer together
+    output: int = 0  # tokens of an answer
 
-    def values(self, task: Task, execution: str, key: str, workspace: Path) -> dict[str, str]:
+    def values(self, task: Task, execution: str, key: str, workspace: Path, home: Path) -> dict[str, str]:
         """What the placeholders stand for."""
         return {
             "python": sys.executable,
@@ -43,13 +53,16 @@ class Harness(msgspec.Struct, frozen=True, kw_only=True):
             "model": self.model,
             "task": task.name,
             "execution": execution,
+            "home": str(home),
+            "context": str(self.context),
+            "output": str(self.output),
         }
 
     def environment(self, values: dict[str, str]) -> dict[str, str]:
         """The whole environment of the harness: nothing of the runner's own but PATH."""
         return {
             "PATH": os.environ.get("PATH", os.defpath),
-            "HOME": values["workspace"],
+            "HOME": values["home"],
             "LANG": "C.UTF-8",
             "OPENAI_BASE_URL": f"{self.base_url}/v1",
             "OPENAI_API_KEY": values["key"],
@@ -71,7 +84,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def fill(text: str, values: dict[str, str]) -> str:
+def fill(text: str, values: Mapping[str, str]) -> str:
     """Replace {placeholders}; other braces stay as they are (harness arguments may be JSON)."""
     parts = text.split("{")
     filled = [parts[0]]
@@ -81,44 +94,78 @@ def fill(text: str, values: dict[str, str]) -> str:
     return "".join(filled)
 
 
-def harness(config: RunnerConfig, model: str, base_url: str, instructions: Path) -> Harness:
-    """Validate the harness command before anything is dispatched; raises `HarnessError`."""
+def harness(config: RunnerConfig, model: str, base_url: str, instructions: Path, *, context: int = 0) -> Harness:
+    """Validate the harness before anything is dispatched; raises `HarnessError`.
+
+    context: tokens that prompt and answer of a call may have together; 0: not known.
+    """
     if not config.harness:
         raise HarnessError(
-            "runner.harness is empty; name the harness command, such as ['{python}', '{folder}/agent.py']"
+            f"runner.harness is empty; name a harness ({', '.join(harnesses.names())}), or give a command, such as "
+            "['{python}', '{folder}/agent.py']"
         )
     known = {"python": sys.executable, "folder": config.folder}
-    program = fill(config.harness[0], known)
+    if isinstance(config.harness, str):
+        name = fill(config.harness, known)
+        adapter = harnesses.load(name)
+        remedy = f"install {name}: {adapter.install}" if adapter.install else "install it"
+    else:
+        adapter = harnesses.Adapter(command=config.harness)
+        remedy = "install it or correct runner.harness"
+    program = fill(adapter.command[0], known)
     if "{" not in program and shutil.which(program) is None:
-        raise HarnessError(
-            f"the harness program {program!r} is not on PATH or not executable; install it or correct runner.harness"
-        )
-    for argument in config.harness:
+        raise HarnessError(f"the harness program {program!r} is not on PATH or not executable; {remedy}")
+    for argument in adapter.command:
         path = fill(argument, known)
         if argument.startswith("{folder}/") and not Path(path).exists():
             raise HarnessError(f"runner.harness names {argument!r}, but there is no {path!r}; correct the path")
+    context = context or _CONTEXT
     return Harness(
-        command=config.harness,
-        env=config.env,
+        command=adapter.command,
+        env={**adapter.env, **config.env},
         folder=config.folder,
         model=config.model or model,
         base_url=base_url.rstrip("/"),
         instructions=instructions,
+        stdin=adapter.stdin,
+        files=adapter.files,
+        private=isinstance(config.harness, str),
+        context=context,
+        output=min(_OUTPUT, max(1, context // 4)),
     )
 
 
-async def start(harness: Harness, task: Task, execution: str, key: str, workspace: Path, log: Path) -> Child:
-    """Start the harness in its workspace; raises `ProcessError` when the machine cannot start processes."""
-    values = harness.values(task, execution, key, workspace)
+async def start(
+    harness: Harness, task: Task, execution: str, key: str, workspace: Path, log: Path, home: Path | None = None
+) -> Child:
+    """Start the harness in its workspace; raises `ProcessError` when the machine cannot start processes.
+
+    home: where a harness with a private home has it: made anew, with its configuration in it, for the caller to remove.
+    """
+    at_home = home if harness.private and home is not None else workspace
+    values = harness.values(task, execution, key, workspace, at_home)
+    if at_home is not workspace:
+        await asyncio.to_thread(_furnish, at_home, harness.files, values)
     return await Child.start(
         f"harness of {execution}",
         [fill(argument, values) for argument in harness.command],
         log=log,
         env=harness.environment(values),
         cwd=workspace,
+        stdin=Path(fill(harness.stdin, values)) if harness.stdin else None,
         ready_within=None,
         guarded=True,
     )
+
+
+def _furnish(home: Path, files: Mapping[str, str], values: Mapping[str, str]) -> None:
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True, mode=0o700)
+    quoted = {name: json.dumps(value, ensure_ascii=False)[1:-1] for name, value in values.items()}
+    for name, text in files.items():
+        path = home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(fill(text, quoted))
 
 
 async def finish(child: Child, budget: float) -> End:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from pathlib import Path
 
 from gyre_agent_proxy.keys import make_key
@@ -92,6 +93,7 @@ class Journey:
                 await self._run(name, self._tasks[row.task])
             elif row.state is State.STARTED:
                 self._ledger.terminated(name, _LOST)
+            await asyncio.to_thread(shutil.rmtree, self._home(name), ignore_errors=True)
             if row.state in UNFINISHED:  # a judged one, too: the runner may have been stopped before it said so
                 calls = await self._peers.close_execution(name, make_key(self._secret, name))
                 await self._peers.terminated(name, again=row.state not in RUNNABLE)
@@ -108,6 +110,9 @@ class Journey:
 
     def _workspace(self, name: str) -> Path:
         return self._dir.workspaces / name
+
+    def _home(self, name: str) -> Path:
+        return self._dir.path / "homes" / name
 
     async def _run(self, name: str, task: Task) -> None:
         await asyncio.to_thread(prepare, task, self._workspace(name))
@@ -128,7 +133,9 @@ class Journey:
         """Run the harness within its budget; returns how it ended."""
         key = make_key(self._secret, name)
         try:
-            child = await start(self._harness, task, name, key, self._workspace(name), self._log(name))
+            child = await start(
+                self._harness, task, name, key, self._workspace(name), self._log(name), self._home(name)
+            )
         except (ProcessError, OSError) as e:  # the machine's doing, not the harness's: no process or file handle left
             log.error("%s: %s", name, e)
             return f"{_NO_START}{e}"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from gyre_agent_proxy.config import ModelConfig, ProxyConfig
 from gyre_agent_proxy.keys import load_secret
+from gyre_agent_proxy.render import context_of
 from gyre_agent_proxy.runner import dispatch, progress
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import RunnerError
@@ -52,7 +53,9 @@ class Runner:
         self._tasks = {task.name: task for task in tasks}
         self._proxy_url = f"http://{proxy.host}:{proxy.port}"
         instructions = context.dir.path / "instructions"
-        self._harness = harness(config, model.name, self._proxy_url, instructions)
+        engine = context.data.get("engine", {})
+        tokens = proxy.context or int(engine.get("context_length") or 0) or context_of(Path(model.path))
+        self._harness = harness(config, model.name, self._proxy_url, instructions, context=tokens)
         self._order = dispatch.order(list(self._tasks), context.run.seed if config.order == "shuffled" else None)
         instructions.mkdir(parents=True, exist_ok=True)
         for task in tasks:

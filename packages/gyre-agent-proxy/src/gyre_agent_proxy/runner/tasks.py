@@ -27,7 +27,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # its folder's name
     folder: Path
     instruction: str
-    verifier: str  # file name in tests/
+    verifier: str  # file name in tests/; empty: there is none, and nothing is scored
     agent_timeout: float | None = None  # seconds
     verifier_timeout: float | None = None  # seconds
     artifacts: tuple[str, ...] = ()  # globs relative to the workspace; empty: any file the harness made or changed
@@ -56,9 +56,12 @@ class _Toml(msgspec.Struct, frozen=True):
     metadata: dict[str, Any] = {}
 
 
-def load_task(folder: Path) -> Task:
-    """Read one task folder; raises `TaskError` naming the task, what is wrong and the remedy."""
-    name = folder.name
+def load_task(folder: Path, *, scored: bool = True) -> Task:
+    """Read one task folder; raises `TaskError` naming the task, what is wrong and the remedy.
+
+    scored: it must have a verifier.
+    """
+    name = folder.resolve().name
     file = folder / "task.toml"
     try:
         toml = msgspec.convert(tomllib.loads(file.read_text()), _Toml)
@@ -82,7 +85,7 @@ def load_task(folder: Path) -> Task:
     if not instruction:
         raise TaskError(f"task {name!r}: instruction.md is empty; write what the agent is asked")
     verifier = next((v for v in ("test.sh", "verify.py") if (folder / "tests" / v).is_file()), None)
-    if verifier is None:
+    if verifier is None and scored:
         raise TaskError(
             f"task {name!r} has no verifier; add tests/test.sh or tests/verify.py, which writes the reward in [0, 1] "
             "to $LOGS_DIR/verifier/reward.json"
@@ -91,7 +94,7 @@ def load_task(folder: Path) -> Task:
         name=name,
         folder=folder,
         instruction=instruction,
-        verifier=verifier,
+        verifier=verifier or "",
         agent_timeout=toml.agent.timeout_sec,
         verifier_timeout=toml.verifier.timeout_sec,
         artifacts=artifacts,

@@ -1,0 +1,149 @@
+"""gyre-agent-proxy run | harnesses"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gyre_agent_proxy.runner.single import Finished
+
+HARNESS_FAILED, NO_SCORE = 3, 4
+
+_RUN = """\
+Start the proxy, run one execution under a harness, score it if the task has a verifier, print outcome and tree.
+
+exit codes: 0 the harness ended with exit code 0, and there is a score if there is a verifier; 1 it could not be run;
+2 wrong usage; 3 the harness failed or its budget ended it; 4 no score although the task has a verifier
+"""
+
+
+def add(commands: Any) -> None:
+    """Add the two commands to the parser's sub-commands."""
+    run = commands.add_parser(
+        "run",
+        help="run one task under one harness, print outcome and tree",
+        description=_RUN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    program = run.add_mutually_exclusive_group(required=True)
+    program.add_argument("--harness", metavar="NAME", help="a harness that is built in, or a TOML file like theirs")
+    program.add_argument("--command", dest="program", metavar="COMMAND", help="any other, with placeholders")
+    task = run.add_mutually_exclusive_group(required=True)
+    task.add_argument("--task", type=Path, metavar="FOLDER", help="a task folder in Harbor's layout")
+    task.add_argument("--instruction", metavar="TEXT", help="what the agent is asked")
+    run.add_argument("--workspace", type=Path, metavar="FOLDER", help="with --instruction: copied for the agent")
+    run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the harness; repeatable")
+    run.add_argument("--engine", action="append", required=True, metavar="URL", help="an SGLang server; repeatable")
+    run.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="the Hugging Face folder they serve")
+    run.add_argument("--name", default="", help="what the harness calls the model (default: the folder's name)")
+    run.add_argument("--template", default="auto", help="auto, chatml, or a name of the renderers package")
+    run.add_argument("--context", type=int, default=0, help="tokens an engine takes (default: what the model says)")
+    run.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="default: %(default)g")
+    run.add_argument("--out", type=Path, metavar="FOLDER", help="where all of it is kept (default: a new one in runs/)")
+    run.add_argument("--json", action="store_true", help="print the result as JSON")
+    known = commands.add_parser("harnesses", help="list the harnesses that are built in")
+    known.add_argument("--json", action="store_true")
+
+
+def run(args: argparse.Namespace) -> int:
+    """`gyre-agent-proxy run`. Raises `ProxyError`, `TransportError` or `TrajError`."""
+    import asyncio
+
+    from gyre_agent_proxy.config import ModelConfig, ProxyConfig
+    from gyre_agent_proxy.runner.config import RunnerConfig
+    from gyre_agent_proxy.runner.errors import RunnerError
+    from gyre_agent_proxy.runner.single import asked, execute
+    from gyre_agent_proxy.runner.tasks import load_task
+
+    out: Path = (args.out or Path("runs") / f"{_label(args)}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunnerError(f"--out {str(out)!r} is not an empty folder; name another")
+    try:
+        config = RunnerConfig(
+            harness=args.harness or tuple(shlex.split(args.program)),
+            folder=str(Path.cwd()),
+            env=dict(pair.split("=", 1) for pair in args.env),
+            budget=args.budget,
+        )
+        serving = ProxyConfig(engines=tuple(args.engine), template=args.template, context=args.context)
+    except ValueError as e:
+        raise RunnerError(f"{e}; correct the command line") from e
+    model = ModelConfig(path=str(args.model), name=args.name or args.model.resolve().name)
+    task = load_task(args.task, scored=False) if args.task else asked(args.instruction, out / "task", args.workspace)
+    say = lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)  # noqa: E731
+    finished = asyncio.run(execute(config, serving, model, task, out, say))
+    _show(finished, as_json=args.json)
+    if finished.end.why != "exit 0":
+        return HARNESS_FAILED
+    return NO_SCORE if finished.outcome is not None and finished.outcome.score is None else 0
+
+
+def _label(args: argparse.Namespace) -> str:
+    return Path(args.harness or shlex.split(args.program)[0]).name.removesuffix(".toml")
+
+
+def _show(finished: Finished, *, as_json: bool) -> None:
+    from gyre_traj.report import describe, render
+    from gyre_traj.tree import Tree
+
+    log = finished.calls()
+    tree = Tree.from_log(log) if log is not None else None
+    if as_json:
+        import msgspec
+
+        report = {
+            "task": finished.task,
+            "harness": finished.end,
+            "outcome": finished.outcome,
+            "counters": finished.counters,
+            "workspace": str(finished.workspace),
+            "log": str(finished.log) if log is not None else None,
+            "output": str(finished.output),
+            "tree": describe(tree) if tree is not None else None,
+        }
+        print(msgspec.json.encode(report).decode())
+        return
+    outcome, end = finished.outcome, finished.end
+    print(f"task       {finished.task}")
+    print(f"harness    {end.why} after {end.seconds:.1f} s; it printed {str(finished.output)!r}")
+    if outcome is None:
+        print("outcome    not scored: the task has no verifier")
+    else:
+        score = "" if outcome.score is None else f" {outcome.score:g}"
+        print(f"outcome    {outcome.ending.value}{score}{f' ({outcome.detail})' if outcome.detail else ''}")
+    print(f"workspace  {str(finished.workspace)!r}")
+    odd = {n: v for n, v in finished.counters.items() if v and n in _ODD}
+    print(f"noticed    {', '.join(f'{n} {v}' for n, v in odd.items()) or 'nothing odd'}")
+    print(f"calls      {str(finished.log)!r}" if log is not None else "calls      none")
+    if tree is not None:
+        print()
+        print(render(tree))
+
+
+_ODD = (
+    *("calls_failed", "calls_refused", "calls_aborted", "calls_untrainable", "engine_failures", "undelivered"),
+    *("forks", "foreign_turns", "unknown_roles", "media_omitted", "left_out", "tools_ignored"),
+)
+
+
+def show_harnesses(args: argparse.Namespace) -> int:
+    """`gyre-agent-proxy harnesses`."""
+    import shutil
+
+    from gyre_agent_proxy.runner import harnesses
+
+    found = {name: harnesses.load(name) for name in harnesses.names()}
+    if args.json:
+        import msgspec
+
+        print(msgspec.json.encode(found).decode())
+        return 0
+    for name, adapter in found.items():
+        here = "installed" if shutil.which(adapter.command[0]) else "not found"
+        print(f"{name:15} {adapter.dialect:10} {', '.join(adapter.versions):10} {here:10} {adapter.install}")
+    return 0

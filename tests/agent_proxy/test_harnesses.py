@@ -1,0 +1,240 @@
+"""Real harnesses behind the proxy: each works on a scripted two-tool task, to a right end, with every token recorded.
+
+They are looked for in $GYRE_HARNESSES (bin/ and node_modules/.bin/), then on PATH; how to install them is in
+CONTRIBUTING. Where one is missing its test is skipped, or fails if GYRE_REQUIRE_HARNESSES names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gyre_agent_proxy.runner import harnesses
+from gyre_traj.log import read_log
+from gyre_traj.tree import Tree
+
+CLI = [sys.executable, "-m", "gyre_agent_proxy.cli"]
+INSTRUCTION = 'Write 41 into answer.txt, then correct it to 42, and say "done {}".\n--this line looks like an option'
+DONE = "It says 42 now: done {}."
+
+
+class Step(msgspec.Struct):
+    """What the model says at one turn of the main line: text and tool calls."""
+
+    text: str
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+
+class Case(msgspec.Struct):
+    """A harness's script. Paths in arguments: {w} is the workspace."""
+
+    steps: list[Step]
+    side: str = "A title"  # the answer to calls without tools
+    roles: dict[str, int] = msgspec.field(default_factory=lambda: {"main": 3})
+    roots: int = 1
+
+
+SHELL, EDIT = "I write it.", "I correct it."
+CASES = {
+    "mini-swe-agent": Case(
+        steps=[
+            Step(SHELL, [("bash", {"command": "echo 41 > answer.txt"})]),
+            Step(EDIT, [("bash", {"command": "sed -i s/41/42/ answer.txt && cat answer.txt"})]),
+            Step(DONE, [("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})]),
+        ],
+    ),
+    "opencode": Case(
+        steps=[
+            Step(SHELL, [("bash", {"command": "echo 41 > answer.txt", "description": "Write 41"})]),
+            Step("", [("read", {"filePath": "{w}/answer.txt"})]),
+            Step(EDIT, [("edit", {"filePath": "{w}/answer.txt", "oldString": "41", "newString": "42"})]),
+            Step(DONE),
+        ],
+        roles={"main": 4, "side": 1},
+        roots=2,
+    ),
+    "codex": Case(
+        steps=[
+            Step(SHELL, [("exec_command", {"cmd": "echo 41 > answer.txt"})]),
+            Step(
+                EDIT,
+                [
+                    (
+                        "apply_patch",
+                        {"input": "*** Begin Patch\n*** Update File: answer.txt\n@@\n-41\n+42\n*** End Patch"},
+                    )
+                ],
+            ),
+            Step(DONE),
+        ],
+    ),
+    "claude-code": Case(
+        steps=[
+            Step(SHELL, [("Bash", {"command": "echo 41 > answer.txt", "description": "Write 41"})]),
+            Step("", [("Read", {"file_path": "{w}/answer.txt"})]),
+            Step(EDIT, [("Edit", {"file_path": "{w}/answer.txt", "old_string": "41", "new_string": "42"})]),
+            Step(DONE),
+        ],
+        roles={"main": 4},
+    ),
+    "qwen-code": Case(
+        steps=[
+            Step(SHELL, [("run_shell_command", {"command": "echo 41 > answer.txt", "is_background": False})]),
+            Step("", [("read_file", {"file_path": "{w}/answer.txt"})]),
+            Step(EDIT, [("edit", {"file_path": "{w}/answer.txt", "old_string": "41", "new_string": "42"})]),
+            Step(DONE),
+        ],
+        roles={"main": 4},
+    ),
+}
+IN_CI = ("mini-swe-agent", "codex")
+
+
+class Script:
+    """What the engine samples: the next step of the main line, by the number of turns before; else the side answer."""
+
+    def __init__(self, bench: Any, case: Case, workspace: Path) -> None:
+        self.vocabulary = bench.renderer.vocabulary
+        self._turn = [1, *self.vocabulary.encode("assistant\n")]  # after <|im_start|>, which only the template writes
+        self._steps = [self._ids(step, str(workspace)) for step in case.steps]
+        self._side = [*self.vocabulary.encode(case.side), 2]
+
+    def rest(self, input_ids: list[int]) -> list[int]:
+        """The whole answer: nothing is cut and continued here."""
+        if "<tools>" not in self.vocabulary.decode(input_ids):
+            return self._side
+        n = len(self._turn)
+        turns = sum(input_ids[i : i + n] == self._turn for i, token in enumerate(input_ids) if token == 1)
+        return self._steps[min(turns, len(self._steps)) - 1]
+
+    def _ids(self, step: Step, workspace: str) -> list[int]:
+        text = step.text
+        for name, arguments in step.calls:
+            call = {"name": name, "arguments": {k: _at(v, workspace) for k, v in arguments.items()}}
+            text += f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        return [*self.vocabulary.encode(text), 2]
+
+
+def _at(value: Any, workspace: str) -> Any:
+    return value.replace("{w}", workspace) if isinstance(value, str) else value
+
+
+def search_path() -> str:
+    """PATH with $GYRE_HARNESSES before it."""
+    folder = os.environ.get("GYRE_HARNESSES")
+    own = [str(Path(folder).resolve() / name) for name in ("bin", "node_modules/.bin")] if folder else []
+    return os.pathsep.join([*own, os.environ.get("PATH", os.defpath)])
+
+
+def require(name: str) -> harnesses.Adapter:
+    """The adapter of an installed harness; skips, or fails where the harness is required."""
+    adapter = harnesses.load(name)
+    if shutil.which(adapter.command[0], path=search_path()) is None:
+        missing = f"{name} is not installed: {adapter.install}"
+        if name in os.environ.get("GYRE_REQUIRE_HARNESSES", "").split(","):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return adapter
+
+
+@pytest.fixture
+async def sink() -> AsyncIterator[Callable[[], list[str]]]:
+    """An HTTP proxy that lets nothing through; sink(): whom the harness wanted to reach, and `sink.url`."""
+    asked: list[str] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readline()).decode(errors="replace").strip())
+        writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    found = lambda: asked  # noqa: E731
+    found.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    yield found
+    server.close()
+
+
+async def run(*arguments: str) -> tuple[int, str, str]:
+    """`gyre-agent-proxy run` with harnesses on PATH; returns (exit code, stdout, stderr)."""
+    process = await asyncio.create_subprocess_exec(
+        *CLI, "run", *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, "PATH": search_path()},
+    )  # fmt: skip
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), 240)
+    except BaseException:
+        process.terminate()
+        await process.wait()
+        raise
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_CI else [pytest.mark.harness]) for n in CASES])
+async def test_a_two_tool_task(bench, tmp_path, sink, name):
+    require(name)
+    case = CASES[name]
+    out = tmp_path / "out"
+    workspace = out / "workspaces" / "e0"
+    bench.brain = Script(bench, case, workspace)
+    engine = await bench.engine()
+    proxies = [f"{v}={sink.url}" for v in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY")]
+    proxies += ["NO_PROXY=127.0.0.1,localhost", "no_proxy=127.0.0.1,localhost"]
+    code, stdout, stderr = await run(
+        *("--harness", name, "--instruction", INSTRUCTION, "--engine", engine.url, "--model", str(bench.folder)),
+        *("--name", "policy", "--context", "1000000", "--budget", "200", "--out", str(out), "--json"),
+        *(part for pair in proxies for part in ("--env", pair)),
+    )
+    printed = (out / "logs" / "harness.log").read_text(errors="replace")
+    trouble = f"{stderr}\n{printed[-3000:]}"
+    assert code == 0, trouble
+    assert (workspace / "answer.txt").read_text() == "42\n", trouble
+    assert "done {}" in printed, trouble
+    assert sink() == [], "it called somebody else"
+
+    report = json.loads(stdout)
+    counters = report["counters"]
+    assert report["harness"]["why"] == "exit 0"
+    log = read_log(out / "calls" / "e0.gtraj")
+    roles = Counter(call.role for call in log.calls)
+    assert dict(roles) == case.roles, [(c.role, c.finish, c.request) for c in log.calls]
+    assert counters["roots"] == case.roots
+    assert counters["foreign_turns"] == counters["forks"] == counters["calls_failed"] == 0, counters
+    assert all(log.delivered[call.call] for call in log.calls)
+    assert Tree.from_log(log).untrainable == {}
+    # Sent is recorded, sampled is recorded, and the main line is one path.
+    sent = {r["rid"]: r["input_ids"] for r in engine.requests if not r["rid"].startswith("gyre-probe")}
+    assert len(sent) == len(log.calls)
+    for call in log.calls:
+        assert log.full_prompt(call.call).tolist() == sent[call.attempts[0].rid]
+    main = [call for call in log.calls if call.role == "main"]
+    for earlier, later in pairwise(main):
+        assert later.parent == earlier.call
+    instructed = [p for p in sent.values() if "--this line looks like an option" in bench.renderer.vocabulary.decode(p)]
+    assert len(instructed) >= len(main)
+    assert not (out / "homes" / "e0").exists()
+
+
+@pytest.mark.parametrize("name", harnesses.names())
+def test_the_version_is_one_that_is_known_to_work(name, tmp_path):
+    adapter = require(name)
+    done = subprocess.run(
+        adapter.version, capture_output=True, text=True, timeout=60, check=True,
+        env={"PATH": search_path(), "HOME": str(tmp_path), "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path)},
+    )  # fmt: skip
+    found = re.search(r"\d+\.\d+\.\d+", done.stdout)
+    assert found is not None, done.stdout
+    assert found[0] in adapter.versions
