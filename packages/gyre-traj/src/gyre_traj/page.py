@@ -21,7 +21,7 @@ from gyre_traj.log import Log
 from gyre_traj.page_data import PageData, page_data
 from gyre_traj.text import Decoder
 
-_SCRIPTS = ("base", "tree", "timeline", "detail", "lists", "main")
+_SCRIPTS = ("base", "tree", "timeline", "passage", "detail", "transcript", "lists", "main")
 _UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # in JSON these occur within strings only
 
 
@@ -55,9 +55,8 @@ def write_page(
         half.replace(path)
     except OSError as error:
         half.unlink(missing_ok=True)
-        raise LogError(
-            f"page {str(out)!r} cannot be written: {error}; name a file in a folder you can write"
-        ) from error
+        what = f"page {str(out)!r} cannot be written: {error.strerror}; name a file in a folder you can write to"
+        raise LogError(what) from error
     return Page(
         path=str(path), size=len(html), calls=len(data.calls), bars=len(data.bars), limit=data.limit, cut=data.cut
     )

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gyre_traj.log import Log
+from gyre_traj.page_layout import Bar, lay_out
 from gyre_traj.records import Call, unpack_ids, unpack_logprobs
 from gyre_traj.report import TreeReport, describe, origins, short_names
 from gyre_traj.selection import select
 from gyre_traj.text import Decoder
-from gyre_traj.tree import Node, Tree
+from gyre_traj.tree import Tree
 
 TOKENS = 1 << 18  # of text in a page
 LONGEST = 4096  # of a prompt or an output that is shown whole, whatever room there is
@@ -30,20 +31,6 @@ _ALL_BINS = 1 << 16
 _SURPRISES = 8  # tokens listed a call
 _SURPRISING = math.log(0.1)
 _CLIP = 300  # characters of a value of a request or of how an attempt ended
-
-
-class Bar(msgspec.Struct, frozen=True, array_like=True):
-    """A node: tokens [start, start + size) of its row."""
-
-    parent: int  # index of a bar before this one; -1: none
-    row: int
-    start: int
-    size: int
-    call: int  # that sampled it; of context: the oldest call that needs it
-    sampled: bool
-    offset: int  # of its first token in the call's output
-    first: int  # its trajectories are leaves[first:last] of the report; none where a call generated nothing
-    last: int
 
 
 class Passage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -127,7 +114,7 @@ def page_data(log: Log, *, decoder: Decoder | None, j_max: int | None, seed: int
     tree = Tree.from_log(log)
     calls = list(tree.calls.values())
     index = {call.call: i for i, call in enumerate(calls)}
-    bars, ends = _bars(tree, index)
+    bars, ends = lay_out(tree, index)
     sizes = [len(raw) // 4 for call in calls for raw in (call.prompt, call.output)]
     limit = longest_passage(sizes, TOKENS, LONGEST)
     tokens = _Tokens(decoder)
@@ -238,67 +225,6 @@ class _Tokens:
             self._seen((i, piece, i in special))
             for i, piece in zip(numbers, self._decoder.pieces(numbers), strict=True)
         ]
-
-
-def _bars(tree: Tree, index: dict[str, int]) -> tuple[list[Bar], dict[str, int]]:
-    """Lay out the nodes, with those below which nothing was sampled: (bars, last bar of each call)."""
-    view = tree.view()
-    known = {id(node): span for node, span in zip(view.nodes, view.spans, strict=True)}
-    children: dict[int, list[Node]] = {}
-    barren: dict[int, int] = {}  # node -> the oldest call that generated nothing there
-    seen = set(known)
-
-    def place(node: Node) -> None:
-        key = id(node.parent) if node.parent is not None and node.parent.parent is not None else 0
-        children.setdefault(key, []).append(node)
-
-    for node in view.nodes:
-        place(node)
-    for call in sorted(tree.calls.values(), key=lambda call: (call.started, call.call)):
-        if call.output:
-            continue
-        node = tree.end(call.call)
-        barren.setdefault(id(node), index[call.call])
-        above = []
-        while id(node) not in seen and node.parent is not None:
-            seen.add(id(node))
-            above.append(node)
-            node = node.parent
-        for node in reversed(above):
-            place(node)
-
-    ordered: list[tuple[Node, int, int]] = []  # node, parent, row
-    row, stack = 0, [(node, -1) for node in reversed(children.get(0, []))]
-    while stack:
-        node, parent = stack.pop()
-        ordered.append((node, parent, row))
-        below = children.get(id(node), [])
-        stack.extend((child, len(ordered) - 1) for child in reversed(below))
-        row += not below
-    owners = [-1] * len(ordered)
-    for i in reversed(range(len(ordered))):
-        node, parent, _ = ordered[i]
-        if node.call is not None:
-            owners[i] = index[node.call.call]
-        elif owners[i] < 0:
-            owners[i] = barren.get(id(node), -1)
-        if parent >= 0 and ordered[parent][0].call is None:
-            owners[parent] = owners[i]  # the oldest child comes last
-    where = {id(node): i for i, (node, _, _) in enumerate(ordered)}
-    bars = [
-        Bar(
-            parent,
-            row,
-            node.start,
-            len(node.ids),
-            owner,
-            node.call is not None,
-            node.offset,
-            *known.get(id(node), (0, 0)),
-        )
-        for (node, parent, row), owner in zip(ordered, owners, strict=True)
-    ]
-    return bars, {call: where[id(tree.end(call))] for call in tree.calls}
 
 
 def _passage(

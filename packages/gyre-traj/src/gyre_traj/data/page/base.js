@@ -41,6 +41,12 @@ function duration(s) {
   return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
 }
 
+function clock(s) { // of an axis
+  if (s < 60) return duration(s).replace(".0 s", " s");
+  const two = (n) => String(Math.floor(n)).padStart(2, "0");
+  return s < 3600 ? `${Math.floor(s / 60)}:${two(s % 60)}` : `${Math.floor(s / 3600)}:${two((s % 3600) / 60)}:${two(s % 60)}`;
+}
+
 const clip = (text, n) => (text.length > n ? `${text.slice(0, n - 1)}…` : text);
 
 // What would be invisible, or reorder what is around it, is shown by name.
@@ -99,7 +105,9 @@ function path(bar) {
 }
 
 // The one state: what is selected (a call or a leaf), what is found, how the tree is drawn. Whoever changes it tells.
-const state = { call: -1, leaf: -1, colour: "role", scale: "tokens", found: [], hover: -1 };
+const DEFAULTS = { colour: "role", scale: "tokens", tab: "trajectories" };
+const CHOICES = { colour: ["role", "version", "engine", "likelihood"], scale: ["tokens", "steps"], tab: ["trajectories", "calls", "text"] };
+const state = { call: -1, leaf: -1, found: [], hover: -1, ...DEFAULTS };
 const watchers = [];
 function tell() {
   for (const watch of watchers) watch();
@@ -108,18 +116,20 @@ function tell() {
 function select(call, leaf = -1) {
   state.call = call;
   state.leaf = leaf;
-  const hash = call >= 0 ? `#call=${encodeURIComponent(calls[call].call)}` : leaf >= 0 ? `#leaf=${encodeURIComponent(report.leaves[leaf].call)}` : "#";
+  const told = new URLSearchParams();
+  if (call >= 0) told.set("call", calls[call].call);
+  else if (leaf >= 0) told.set("leaf", report.leaves[leaf].call);
+  for (const [name, usual] of Object.entries(DEFAULTS)) if (state[name] !== usual) told.set(name, state[name]);
   try {
-    history.replaceState(null, "", hash + (state.colour === "role" ? "" : `${hash === "#" ? "" : "&"}colour=${state.colour}`));
-  } catch { /* a page inside a sandbox has no history; links still work where there is one */ }
+    history.replaceState(null, "", `#${told}`);
+  } catch { /* a sandboxed page has no history; links into it still work */ }
   $("says").textContent = call >= 0 ? `Call ${calls[call].name}, ${calls[call].role}` : leaf >= 0 ? `Trajectory ${leaf + 1}` : "Nothing selected";
   tell();
 }
 
 function readHash() {
   const wanted = new URLSearchParams(location.hash.slice(1));
-  if (["role", "version", "engine", "likelihood"].includes(wanted.get("colour"))) state.colour = wanted.get("colour");
-  if (["tokens", "steps"].includes(wanted.get("scale"))) state.scale = wanted.get("scale");
+  for (const [name, options] of Object.entries(CHOICES)) state[name] = options.includes(wanted.get(name)) ? wanted.get(name) : DEFAULTS[name];
   state.call = byId.get(wanted.get("call")) ?? -1;
   state.leaf = calls[byId.get(wanted.get("leaf"))]?.leaf ?? -1;
 }

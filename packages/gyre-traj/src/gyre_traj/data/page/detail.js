@@ -68,27 +68,38 @@ const detail = (() => {
         ["delivered", call.delivered ? "yes" : "no: the harness never got the whole answer, as far as is recorded"],
         ["trainable", call.output ? (call.untrainable ? `no: ${visible(call.untrainable)}` : `yes, ${plural(call.output, "token")}`) : ""],
         ["time", timed ? `${duration(call.started)} after the first call, for ${duration(took)}${took > 0 && call.output ? `: ${(call.output / took).toFixed(1)} tokens a second` : ""}` : ""],
+        ["engine", call.attempts.length === 1 ? attempt(call) : call.attempts.length ? "" : "not recorded"],
         ["versions", ...versions(call)],
         ["dialect", visible(call.dialect)],
       ),
     ];
-    if (call.attempts.length) {
-      nodes.push(el("h3", "", call.attempts.length > 1 ? `${call.attempts.length} attempts` : "Attempt"));
+    if (call.attempts.length > 1) {
+      nodes.push(el("h3", "", `${call.attempts.length} attempts`));
       nodes.push(table([["engine"], ["tokens", "n"], ["ended", "wide"]], call.attempts.map(([engine, tokens, end]) => [visible(clip(page.engines[engine], 80)), whole(tokens), visible(end)])));
     }
     if (call.curve) nodes.push(...curve(call));
-    if (call.output) nodes.push(...passage("Output", plural(call.output, "token"), call.after, call.prompt + call.prefix, call.output, []));
+    if (call.output) nodes.push(el("h3", "", "Output", el("span", "note", plural(call.output, "token"))), ...folded(passage(call.after, { size: call.output, first: call.prefix + call.prompt, out: true }), call.after));
     const had = known ? `, ${whole(known)} of them brought by older calls` : "";
-    nodes.push(...passage("Prompt", call.prompt ? `${plural(call.prompt, "token")}${call.parent >= 0 ? " after its parent's" : ""}${had}` : "nothing new", call.before, call.prefix, call.prompt, call.inserted));
+    nodes.push(el("h3", "", "Prompt", el("span", "note", call.prompt ? `${plural(call.prompt, "token")}${call.parent >= 0 ? " after its parent's" : ""}${had}` : "nothing new")));
+    if (call.prompt) nodes.push(...folded(passage(call.before, { size: call.prompt, first: call.prefix, inserted: call.inserted }), call.before));
     nodes.push(settings("Sampling", page.settings[call.sampling]));
     nodes.push(settings("Record", [["call", call.call], ["tools hash", call.tools], ["template hash", call.template], ...page.settings[call.request].map(([k, v]) => [`request: ${k}`, v])].filter(([, v]) => v)));
     return nodes;
   }
 
+  function attempt(call) {
+    const [[engine, tokens, end]] = call.attempts;
+    return visible(clip(page.engines[engine], 80)) + (tokens === call.output ? "" : `, ${plural(tokens, "token")}`) + (end === call.finish ? "" : `, ended: ${end}`);
+  }
   function versions(call) {
     if (!call.versions.length) return [call.output ? "not recorded" : ""];
-    if (call.versions.length === 1) return [`${call.versions[0][0]}`];
-    return call.versions.flatMap(([v, a, b], i) => [i ? ", " : "", key(versionColour(v), "dot"), ` ${v} (${whole(a)}–${whole(b)})`]);
+    const spans = [];
+    for (const [v, a, b] of call.versions) {
+      if (spans.at(-1)?.[0] === v) spans.at(-1)[2] = b;
+      else spans.push([v, a, b]);
+    }
+    if (spans.length === 1) return [`${spans[0][0]}`];
+    return spans.flatMap(([v, a, b], i) => [i ? ", " : "", key(versionColour(v), "dot"), ` ${v} (${whole(a)}–${whole(b)})`]);
   }
 
   function settings(name, pairs) {
@@ -102,13 +113,14 @@ const detail = (() => {
     const n = means.length, all = [...means, ...lows].filter((v) => v !== null && v !== undefined);
     const least = Math.min(-100, ...all), H = 60, W = 1000;
     const px = (i) => (n > 1 ? (i / (n - 1)) * W : W / 2), py = (v) => 2 + (Math.max(least, Math.min(0, v ?? least)) / least) * (H - 4);
-    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    const svg = $("svg").cloneNode();
     const add = (tag, name, attributes) => {
       const node = document.createElementNS(svg.namespaceURI, tag);
       node.setAttribute("class", name);
       for (const [k, v] of Object.entries(attributes)) node.setAttribute(k, v);
       svg.append(node);
     };
+    svg.removeAttribute("id");
     svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
     svg.setAttribute("preserveAspectRatio", "none");
     svg.setAttribute("class", "curve");
@@ -158,43 +170,6 @@ const detail = (() => {
     for (const old of box.querySelectorAll(".at")) old.classList.remove("at");
     token.classList.add("at");
     token.scrollIntoView({ block: "center" });
-  }
-
-  // Tokens of a passage as text: coloured by log-probability, special ones and inserted runs marked.
-  function passage(name, note, part, first, size, inserted) {
-    const heading = el("h3", "", name, el("span", "note", note));
-    if (!size) return [heading];
-    const named = page.tokens.length > 0 && page.tokens.some(([, text]) => text !== null);
-    const text = el("div", `text${named ? "" : " ids"}`);
-    const output = name === "Output";
-    const write = (tokens, logprobs, from) => {
-      tokens.forEach((token, k) => {
-        const [id, piece, special] = page.tokens[token], place = from + k, value = logprobs[k];
-        if (piece === "") return; // the next token has the whole character
-        const node = el("i");
-        if (special) node.className = "sp";
-        else if (value !== undefined && value !== null) node.className = `l${likelihood(value)}`;
-        if (inserted.some(([a, b]) => a <= place && place < b)) node.classList.add("ins");
-        if (output) node.dataset.out = place;
-        const lines = visible(piece ?? String(id)).split("\n");
-        lines.forEach((line, j) => {
-          if (j) node.append(el("span", "ctl", "↵"), "\n");
-          if (line) node.append(line);
-        });
-        node.title = `token ${whole(first + place)} · id ${id}${value === undefined ? "" : value === null ? " · log-probability not finite" : ` · log-probability ${nats(value)} (${chance(value)})`}${node.classList.contains("ins") ? " · inserted by the template" : ""}`;
-        text.append(node, piece === null ? " " : "");
-      });
-    };
-    write(part.head, part.head_logprobs, 0);
-    if (part.cut) {
-      text.append(el("span", "gap", `${plural(part.cut, "token")} left out of this page`));
-      write(part.tail, part.tail_logprobs, size - part.tail.length);
-    }
-    const shown = part.head.length + part.tail.length;
-    if (shown < 260) return [heading, text];
-    text.classList.add("folded");
-    const more = button(`Show all${part.cut ? " that is here" : ""}: ${plural(shown, "token")}`, () => { text.classList.remove("folded"); more.remove(); }, "more");
-    return [heading, text, more];
   }
 
   function leafDetail(index) {
@@ -255,5 +230,5 @@ const detail = (() => {
     box.replaceChildren(...nodes.filter(Boolean));
     box.scrollTop = 0;
   }
-  return { draw };
+  return { draw, roleChip, link };
 })();

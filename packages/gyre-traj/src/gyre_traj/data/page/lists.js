@@ -47,11 +47,14 @@ const lists = (() => {
       go: (i) => select(state.call === i ? -1 : i),
     },
   };
-  let shown = "trajectories", sort = { column: -1, down: false }, lines = [];
+  const tabs = [...Object.entries(kinds).map(([kind, { label }]) => [kind, label]), ["text", "Text"]];
+  let sort = { column: -1, down: false }, lines = [];
 
   function build() {
-    const { items, columns, note } = kinds[shown];
-    for (const tab of $("tabs").children) tab.setAttribute("aria-selected", tab.dataset.kind === shown);
+    for (const tab of $("tabs").children) tab.setAttribute("aria-selected", tab.dataset.kind === state.tab);
+    lines = [];
+    if (state.tab === "text") return transcript.build();
+    const { items, columns, note } = kinds[state.tab];
     const order = items.map((_, i) => i);
     if (sort.column >= 0) {
       const of = columns[sort.column][1];
@@ -71,9 +74,9 @@ const lists = (() => {
     lines = order.slice(0, MOST).map((i) => {
       const line = el("tr", "", ...columns.map(([, of, write, kind = ""]) => el("td", kind, write(of(items[i], i)))));
       line.tabIndex = 0;
-      line.addEventListener("click", () => kinds[shown].go(i));
+      line.addEventListener("click", () => kinds[state.tab].go(i));
       line.addEventListener("keydown", (event) => {
-        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); kinds[shown].go(i); }
+        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); kinds[state.tab].go(i); }
         const next = event.key === "ArrowDown" ? line.nextSibling : event.key === "ArrowUp" ? line.previousSibling : null;
         if (next) { event.preventDefault(); next.focus(); }
       });
@@ -86,14 +89,15 @@ const lists = (() => {
     draw();
   }
   function draw() {
+    if (state.tab === "text") transcript.draw();
     for (const [i, line] of lines) {
-      const on = kinds[shown].on(i);
+      const on = kinds[state.tab].on(i);
       if (on && !line.classList.contains("on")) line.scrollIntoView({ block: "nearest" });
       line.classList.toggle("on", on);
     }
   }
-  for (const [kind, { label }] of Object.entries(kinds)) {
-    const tab = button(label, () => { shown = kind; sort = { column: -1, down: false }; build(); });
+  for (const [kind, label] of tabs) {
+    const tab = button(label, () => { state.tab = kind; sort = { column: -1, down: false }; build(); select(state.call, state.leaf); });
     tab.dataset.kind = kind;
     tab.setAttribute("role", "tab");
     $("tabs").append(tab);

@@ -12,8 +12,9 @@
   figure(whole(report.leaves.length), report.leaves.length === 1 ? "trajectory" : "trajectories");
   figure(short(report.tokens_unique), "tokens", `${whole(report.tokens_unique)} tokens on at least one trajectory`);
   figure(short(report.trainable), "trainable", `${whole(report.trainable)} sampled tokens that may be loss targets`);
-  figure(share(report.tokens_total - report.tokens_unique, report.tokens_total), "saved by sharing", `the trajectories one by one hold ${whole(report.tokens_total)} tokens, the tree ${whole(report.tokens_unique)}`);
-  figure(report.tokens_unique ? `${+(page.apart / report.tokens_unique).toFixed(page.apart < 9.95 * report.tokens_unique ? 1 : 0)}×` : "–", "fewer than calls", `a row a call would hold ${whole(page.apart)} tokens`);
+  const saved = (of) => (of > 0 ? `${Math.floor((100 * (of - report.tokens_unique)) / of)} %` : "–");
+  figure(saved(report.tokens_total), "saved by sharing", `trajectories one by one would hold ${whole(report.tokens_total)} tokens, the tree holds ${whole(report.tokens_unique)}`);
+  figure(saved(page.apart), "saved against calls", `calls one by one, each with its whole prompt, would hold ${whole(page.apart)} tokens, the tree holds ${whole(report.tokens_unique)}`);
   figure(report.versions.length > 3 ? `${report.versions[0]}–${report.versions.at(-1)}` : report.versions.join(", ") || "–", report.versions.length === 1 ? "version" : "versions");
   if (page.began > 0) figure(duration(page.took), "took");
   if (report.undelivered) figure(whole(report.undelivered), "undelivered", "calls whose answer the harness never got whole, as far as is recorded", "bad");
@@ -21,7 +22,7 @@
   if (report.empty) figure(whole(report.empty), "empty", "calls that generated nothing");
   const began = page.began > 0 ? page.began : page.created;
   const about = [page.model, began > 0 ? new Date(began * 1000).toISOString().slice(0, 19).replace("T", " ") + " UTC" : "", page.torn ? `${whole(page.torn)} bytes of a torn tail` : "", page.skipped ? `${plural(page.skipped, "record")} of unknown kinds` : ""];
-  $("head").append(el("div", "name", el("h1", "", visible(clip(report.execution, 200)) || "(unnamed)"), el("div", "sub", visible(about.filter(Boolean).join(" · ")))), figures);
+  $("head").append(el("div", "name", el("h1", "", visible(clip(report.execution, 200)) || "(unnamed)"), el("div", "sub", visible(about.filter(Boolean).join(" · ")))), figures, el("span", "grow"), $("finder"));
   document.title = `${visible(clip(report.execution, 80))} · trajectory tree`;
 
   function choice(box, name, options) {
@@ -113,7 +114,7 @@
   });
   const layout = () => { timeline.layout(); tree.layout(); };
   window.addEventListener("resize", layout);
-  window.addEventListener("hashchange", () => { readHash(); toolbar(); tell(); });
+  window.addEventListener("hashchange", () => { readHash(); toolbar(); lists.build(); tell(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { theme = {}; tree.restyle(); timeline.draw(); });
 
   readHash();

@@ -70,7 +70,7 @@ const timeline = (() => {
       pen.stroke();
       pen.fillStyle = paint("muted");
       pen.textAlign = at === 0 ? "left" : "center";
-      if (px < width - 24) pen.fillText(at === 0 ? "0" : duration(at), px, 8);
+      if (px < width - 24) pen.fillText(at === 0 ? "0" : clock(at), px, 8);
     }
     pen.textAlign = "left";
     for (const group of groups) {
@@ -85,8 +85,8 @@ const timeline = (() => {
       const call = calls[part.call], x0 = x(part.from), w = Math.max(1.5, x(part.to) - x0 - 0.5), y = top(part), h = laneHeight - (laneHeight > 5 ? 2 : 1);
       pen.globalAlpha = onPath && !onPath.has(part.call) ? 0.22 : 1;
       if (before && before.call === part.call) { // it moved
-        pen.strokeStyle = paint("text");
-        pen.lineWidth = 1.2;
+        pen.strokeStyle = paint("edge");
+        pen.lineWidth = 1;
         pen.beginPath();
         pen.moveTo(x0, top(before) + h / 2);
         pen.lineTo(x0, y + h / 2);

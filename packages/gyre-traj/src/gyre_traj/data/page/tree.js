@@ -109,7 +109,7 @@ const tree = (() => {
   function label(pen, bar, x0, x1) {
     if (rowHeight < 18 || x1 - x0 < 30) return;
     const call = calls[bar.call], tall = rowHeight - Math.max(3, rowHeight * 0.28);
-    const left = Math.max(x0, LEFT), room = Math.min(x1, width - RIGHT) - left - 8;
+    const left = Math.max(x0, LEFT) + (bar.parent >= 0 && bars[bar.parent].below.length > 1 ? 4 : 0), room = Math.min(x1, width - RIGHT) - left - 8;
     const text = bar.sampled && room > 74 && !call.untrainable ? call.name.slice(0, 8) : `${bar.size > 9999 ? short(bar.size) : bar.size}`;
     pen.font = `${bar.sampled ? "600 " : ""}10.5px system-ui, sans-serif`;
     if (pen.measureText(text).width > room) return;
@@ -290,7 +290,7 @@ const tree = (() => {
   function layout() {
     width = box.clientWidth;
     const most = innerWidth <= 880 ? 420 : Math.max(150, innerHeight * 0.46);
-    rowHeight = Math.max(12, Math.min(30, Math.floor((most - TOP - 10) / Math.max(1, rows))));
+    rowHeight = Math.max(12, Math.min(rows < 6 ? 36 : 30, Math.floor((most - TOP - 10) / Math.max(1, rows))));
     const content = TOP + rows * rowHeight + 10;
     height = Math.min(content, most);
     box.style.height = `${height}px`;
