@@ -329,6 +329,7 @@ class Bench:
             "abort_wait": 5.0,
             "disconnect_grace": 0.0,
             "route_wait": 20.0,
+            "probe_wait": 0.0,
         }
         model = ModelConfig(path=str(self.folder), name="policy")
         async with proxy(

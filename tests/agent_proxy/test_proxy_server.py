@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from gyre_agent_proxy import keys
-from gyre_agent_proxy.errors import ListenError
+from gyre_agent_proxy.errors import ListenError, UnfitEngine
 from gyre_agent_proxy.recorder import Recorder
 from gyre_traj.errors import LogError
 from gyre_traj.log import read_log
@@ -353,3 +353,46 @@ async def test_a_run_s_proxy_is_ready_before_its_scheduler(bench, tmp_path, tmp_
     )
     child = await Child.start("proxy", [*CLI, "serve", "--config", str(config)], log=tmp_path / "proxy.log")
     assert await child.stop() == 0, child.tail()
+
+
+# --- limits and the start-up probe --------------------------------------------------------------------------------
+
+
+async def test_an_execution_samples_no_more_than_its_budget(bench):
+    await bench.engine()
+    bench.brain.says("one two three four five six seven eight nine ten")
+    async with bench.proxy(token_budget=8) as proxy, client(proxy) as api:
+        first = await api.chat.completions.create(model="m", messages=ASK)
+        assert (first.usage.completion_tokens, first.choices[0].finish_reason) == (8, "length")
+        with pytest.raises(openai.PermissionDeniedError, match="8 tokens of the 8") as refused:
+            await api.chat.completions.create(model="m", messages=[{"role": "user", "content": "more"}])
+        assert refused.value.code == "token_budget_exhausted"
+    async with bench.proxy(token_budget=8) as proxy, client(proxy) as api:  # counted from the log after a restart
+        with pytest.raises(openai.PermissionDeniedError):
+            await api.chat.completions.create(model="m", messages=[{"role": "user", "content": "more"}])
+
+
+async def test_the_probe_refuses_what_strips_log_probabilities(bench):
+    engine = await bench.engine()
+    engine.logprobs = False
+    with pytest.raises(UnfitEngine, match="without their log-probabilities"):
+        async with bench.proxy(probe_wait=10.0):
+            pass
+
+
+async def test_the_probe_refuses_what_is_no_engine(bench):
+    engine = await bench.engine()
+    engine.report = (0, {"message": "unknown model", "code": 404})
+    with pytest.raises(UnfitEngine, match="unknown model"):
+        async with bench.proxy(probe_wait=10.0):
+            pass
+
+
+async def test_an_engine_that_comes_later_is_no_reason_to_stop(bench):
+    engine = await bench.engine()
+    port = int(engine.url.rpartition(":")[2])
+    await engine.stop()
+    async with bench.proxy(probe_wait=10.0) as proxy, client(proxy) as api:
+        waiting = asyncio.create_task(api.chat.completions.create(model="m", messages=ASK))
+        await engine.start(port)
+        assert (await waiting).choices[0].message.content

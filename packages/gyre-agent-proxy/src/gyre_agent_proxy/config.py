@@ -20,6 +20,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     temperature: float = 1.0  # for requests that name none
     top_p: float = 1.0  # for requests that name none
     media: str = "note"  # images and files for a text model: "note" puts a text in their place, "refuse" answers 400
+    token_budget: int = 0  # tokens one execution may sample in all; then its calls are answered 403. 0: no bound
+    probe_wait: float = 60.0  # how long an engine of `engines` may take to answer the start-up probe; 0: no probe
     keepalive: float = 10.0  # between comments on a stream that waits
     route_wait: float = 900.0  # how long a call may wait for an engine at all
     attempts: int = 16  # engine failures one call survives (drains are not failures)
@@ -39,8 +41,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)!r}")
         if self.media not in ("note", "refuse"):
             raise ValueError(f"media must be 'note' or 'refuse', got {self.media!r}")
-        if self.context < 0:
-            raise ValueError(f"context must not be negative, got {self.context!r}")
+        for name in ("context", "token_budget", "probe_wait"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be between 0 and 65535, got {self.port!r}")
 

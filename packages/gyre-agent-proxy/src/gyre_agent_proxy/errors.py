@@ -43,6 +43,18 @@ class EngineRefused(BadRequest):
     """The engine refused the request (for example: longer than its context)."""
 
 
+class UnfitEngine(ProxyError):
+    """What answers at an engine's URL cannot be used: it keeps back ids or log-probabilities."""
+
+
+class BudgetSpent(ProxyError):
+    """The execution has sampled as many tokens as it may."""
+
+    status = 403
+    kind = "permission_error"
+    code = "token_budget_exhausted"
+
+
 class Unauthorized(ProxyError):
     """No API key, or one that this run did not sign."""
 

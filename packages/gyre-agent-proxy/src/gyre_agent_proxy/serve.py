@@ -23,6 +23,7 @@ from gyre_agent_proxy.generate import Engines
 from gyre_agent_proxy.keys import load_secret
 from gyre_agent_proxy.link import Link, static_routes
 from gyre_agent_proxy.metrics import Metrics
+from gyre_agent_proxy.probe import probe
 from gyre_agent_proxy.recorder import Recorder
 from gyre_agent_proxy.render import context_of, load_renderer
 from gyre_agent_proxy.roles import Roles
@@ -58,7 +59,8 @@ async def proxy(
     """Serve while the context is open.
 
     calls: folder of the call logs. secret: signs API keys (None: open mode). metrics: file for the counters.
-    bus: where the scheduler is; None uses `config.engines`. Raises `ModelError`, `RoleTableError`, `ListenError`.
+    bus: where the scheduler is; None uses `config.engines`.
+    Raises `ModelError`, `RoleTableError`, `UnfitEngine`, `ListenError`.
     """
     renderer = load_renderer(model.path, config.template, model.name)
     if not config.context:
@@ -73,6 +75,11 @@ async def proxy(
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         client = EngineClient(session, renderer.stop_ids, connect=config.connect_timeout, silence=config.silence)
         engines = Engines(pool, client, config, counters, renderer.vocabulary)
+        if bus is None and config.probe_wait:
+            prompt = renderer.vocabulary.encode("The engine is asked for a few tokens.")
+            await asyncio.gather(
+                *(probe(client, r.url, prompt, config.probe_wait) for r in static_routes(config.engines))
+            )
         recorder = Recorder(calls, model=model.name, tokenizer_hash=renderer.vocabulary.hash, metrics=counters)
         service = Service(renderer, engines, recorder, roles)
         server = Server(

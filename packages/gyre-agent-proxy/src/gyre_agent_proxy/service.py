@@ -14,8 +14,9 @@ from collections.abc import Mapping
 import msgspec
 
 from gyre_agent_proxy.attempt import Attempt
+from gyre_agent_proxy.budget import fit
 from gyre_agent_proxy.conversation import Conversation, Reply, Request, Sampling, ToolCall
-from gyre_agent_proxy.errors import EngineError, ExecutionEnded, NoEngine, ProxyError, RecordError, TooBusy, TooLong
+from gyre_agent_proxy.errors import EngineError, ExecutionEnded, NoEngine, ProxyError, RecordError, TooBusy
 from gyre_agent_proxy.generate import Engines, Generation
 from gyre_agent_proxy.history import History, Node, Plan
 from gyre_agent_proxy.memo import call_of, node_of, recorded
@@ -25,7 +26,7 @@ from gyre_agent_proxy.recorder import Recorder
 from gyre_agent_proxy.render import Renderer
 from gyre_agent_proxy.roles import Roles
 from gyre_traj.log import Log
-from gyre_traj.records import Delivered
+from gyre_traj.records import Delivered, unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Execution:
     def __init__(self, name: str, history: History) -> None:
         self.name = name
         self.history = history
+        self.sampled = 0  # tokens
         self.attempts: dict[str, Attempt] = {}  # by request digest: running, or answered and not delivered
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -61,7 +63,8 @@ class Service:
     def submit(self, name: str, request: Request, headers: Mapping[str, str]) -> Attempt:
         """Return the attempt that answers `request` of execution `name`; an equal request in flight is joined.
 
-        Raises `BadRequest` (nothing was changed), `TooBusy`, `ExecutionEnded`, `NoEngine`, `RecordError`.
+        Raises `BadRequest` (nothing was changed), `TooBusy`, `BudgetSpent`, `ExecutionEnded`, `NoEngine`,
+        `RecordError`.
         """
         if self._stopping:
             raise NoEngine("the proxy is stopping; ask again when it is back")
@@ -74,7 +77,14 @@ class Service:
         if self._open >= self._engines.config.queue:
             raise TooBusy(f"{self._open} calls are open, the most proxy.queue allows; ask again later")
         plan = execution.history.plan(request.conversation)
-        request = self._fit(request, len(plan.prompt))
+        sampling = fit(
+            request.sampling,
+            prompt=len(plan.prompt),
+            context=self._engines.config.context,
+            sampled=execution.sampled,
+            budget=self._engines.config.token_budget,
+        )
+        request = msgspec.structs.replace(request, sampling=sampling)
         role, known = self._roles.role(headers, request.conversation)
         self._count(plan, request, known)
         attempt = Attempt(_call_id(), request, role, int(time.time()), self._engines.config.disconnect_grace)
@@ -169,21 +179,6 @@ class Service:
             },
         }
 
-    def _fit(self, request: Request, prompt: int) -> Request:
-        """Cut the token limit to what the context leaves. Raises `TooLong`."""
-        context = self._engines.config.context
-        if not context:
-            return request
-        if prompt >= context:
-            raise TooLong(
-                f"the prompt has {prompt} tokens, the engines' context takes {context}; shorten it",
-                "messages",
-                tokens=prompt,
-                limit=context,
-            )
-        limit = min(request.sampling.max_tokens, context - prompt)
-        return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=limit))
-
     def _execution(self, name: str) -> Execution:
         if name in self._ended:
             raise ExecutionEnded(f"execution {name!r} was closed; its log is complete and takes no further call")
@@ -204,6 +199,7 @@ class Service:
 
     def _rebuild(self, execution: Execution, before: Log) -> None:
         """Continue an execution whose calls an earlier proxy recorded."""
+        execution.sampled = sum(len(unpack_ids(call.output)) for call in before.calls)
         for call, node, memo in recorded(before):
             execution.history.insert(node)
             if not before.delivered.get(call.call):
@@ -311,6 +307,7 @@ class Service:
         )
         self._recorder.append(execution.name, call)
         attempt.recorded = True
+        execution.sampled += len(output.ids)
         if reply is not None:
             worked = {a.engine for a in output.attempts if a.tokens or not a.end.startswith("error")}
             self.metrics.add("calls")
