@@ -151,9 +151,8 @@ def loss_sum(
         if entropies is not None:
             sums["entropy"] = entropies.double().sum()
         sums |= _correction_sums(correction, current.device) | mismatch_sums(trainer, behaviour)
-        sampled_by = getattr(arrays, "version", None)
-        if version is not None and sampled_by is not None:
-            sums |= staleness_sums(torch.from_numpy(sampled_by.astype("int64")).to(current.device), version)
+        if version is not None:
+            sums |= staleness_sums(torch.from_numpy(arrays.version).to(current.device), version)
         numbers = torch.stack([value.double() for value in sums.values()]).tolist()
     return LossSum((weight * loss).sum(), {"targets": float(packed.targets), **dict(zip(sums, numbers, strict=True))})
 
@@ -192,7 +191,7 @@ def _sequences(arrays: PackedArrays, device: torch.device) -> Sequences:
     """Who belongs together; raises `BadRow` where trajectory numbers are not unique."""
     sequences = Sequences(torch.from_numpy(arrays.trajectory.astype("int64")).to(device))
     sequences.check("execution", torch.from_numpy(arrays.execution.astype("int64")).to(device))
-    sequences.check("advantage", torch.from_numpy(arrays.advantage.copy()).to(device))
+    sequences.check("advantage", torch.from_numpy(arrays.advantage).to(device))
     return sequences
 
 

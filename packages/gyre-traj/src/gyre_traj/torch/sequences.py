@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 
 from gyre_traj.errors import BadRow
@@ -60,7 +59,7 @@ def check_whole(packs: Iterable[Packed]) -> None:
     """
     where: dict[int, int] = {}
     for number, packed in enumerate(packs):
-        for trajectory in np.unique(packed.arrays().trajectory).tolist():
+        for trajectory in {row.trajectory for row in packed.rows if row.targets}:
             if (first := where.setdefault(trajectory, number)) != number:
                 raise BadRow(
                     f"trajectory {trajectory} has targets in micro-steps {first} and {number}; pack all rows of a "
