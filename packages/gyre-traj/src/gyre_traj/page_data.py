@@ -139,13 +139,13 @@ def page_data(log: Log, *, decoder: Decoder | None, j_max: int | None, seed: int
             delivered=tree.delivered[call.call],
             untrainable=untrainable.get(call.call, ""),
             origin=origin.get(call.call, "") or "generated nothing, so nothing can continue it",
-            dialect=call.dialect,
-            finish=call.finish,
+            dialect=_clip(call.dialect),
+            finish=_clip(call.finish),
             stop="" if call.matched_stop is None else _clip(call.matched_stop),
             started=call.started - began if _time(call.started) else 0.0,
             ended=call.ended - began if _time(call.ended) else 0.0,
             attempts=[(engines(a.engine), a.tokens, _clip(a.end)) for a in call.attempts],
-            versions=[(s.version, s.start, s.end) for s in call.versions],
+            versions=_versions(call),
             inserted=list(call.inserted),
             sampling=settings(_settings(call.sampling)),
             request=settings(_settings(call.request)),
@@ -270,6 +270,17 @@ def _curve(call: Call, bins: int, tokens: Callable[..., list[int]]) -> Curve | N
         width=width,
         surprises=surprises,
     )
+
+
+def _versions(call: Call) -> list[tuple[int, int, int]]:
+    """Spans of one version each; a call that moved between engines may have several of the same."""
+    spans: list[tuple[int, int, int]] = []
+    for span in call.versions:
+        if spans and spans[-1][0] == span.version and spans[-1][2] == span.start:
+            spans[-1] = (span.version, spans[-1][1], span.end)
+        else:
+            spans.append((span.version, span.start, span.end))
+    return spans
 
 
 def _hundredths(values: Any) -> list[int | None]:

@@ -83,10 +83,13 @@ def origins(tree: Tree) -> dict[str, str]:
     for node in tree.view().nodes:
         if node.call is None or node.offset:
             continue
-        path = node.path()
-        since = next((i for i in reversed(range(len(path) - 1)) if path[i].call), -1)
-        why = _why(path, siblings, names, since + 1)
-        before = path[since].call if since >= 0 else None
+        way = [node]  # from the output before it, or from a root
+        while (
+            way[-1].parent is not None and way[-1].parent.parent is not None and (way[-1] is node or not way[-1].call)
+        ):
+            way.append(way[-1].parent)
+        before = way[-1].call if way[-1] is not node else None
+        why = _why(tuple(reversed(way)), siblings, names, since=1 if before else 0)
         if why != "first":
             found[node.call.call] = why
         else:

@@ -1,4 +1,5 @@
-// Data, helpers and the page's one state. What comes from the log is written as text only: `el` knows no markup.
+// Data, helpers and the page's one state. What comes from the log is written as text only: `el` knows no markup, and
+// shows what would hide.
 
 const page = JSON.parse(document.getElementById("data").textContent);
 const { calls, bars, report } = page;
@@ -10,10 +11,15 @@ window.addEventListener("error", (event) => {
   $("failure").textContent = `This page failed: ${event.message}`;
 });
 
+// What would be invisible, or reorder what is around it, by name.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
+const visible = (text) =>
+  text.replace(HIDDEN, (c) => (c < " " ? String.fromCharCode(0x2400 + c.charCodeAt(0)) : `⟨U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`));
+
 function el(tag, name, ...kids) {
   const node = document.createElement(tag);
   if (name) node.className = name;
-  node.append(...kids.filter((kid) => kid !== null && kid !== undefined && kid !== ""));
+  node.append(...kids.filter((kid) => kid !== null && kid !== undefined && kid !== "").map((kid) => (typeof kid === "string" ? visible(kid) : kid)));
   return node;
 }
 
@@ -48,11 +54,6 @@ function clock(s) { // of an axis
 }
 
 const clip = (text, n) => (text.length > n ? `${text.slice(0, n - 1)}…` : text);
-
-// What would be invisible, or reorder what is around it, is shown by name.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
-const visible = (text) =>
-  text.replace(HIDDEN, (c) => (c < " " ? String.fromCharCode(0x2400 + c.charCodeAt(0)) : `⟨U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`));
 
 // Colours: of the theme in use, by place in a fixed palette.
 let theme = {};
@@ -116,6 +117,7 @@ function tell() {
 function select(call, leaf = -1) {
   state.call = call;
   state.leaf = leaf;
+  hideTip();
   const told = new URLSearchParams();
   if (call >= 0) told.set("call", calls[call].call);
   else if (leaf >= 0) told.set("leaf", report.leaves[leaf].call);

@@ -13,7 +13,7 @@ const detail = (() => {
   const links = (found) => found.slice(0, 12).flatMap((call, i) => [i ? " " : "", link(call)]).concat(found.length > 12 ? ` and ${found.length - 12} more` : "");
   // A reason names calls by their whole id: make those links.
   function reason(text) {
-    return text.split(/( |(?=[:,]))/).map((word) => (byId.has(word) ? link(byId.get(word)) : visible(word)));
+    return text.split(/( |(?=[:,]))/).map((word) => (byId.has(word) ? link(byId.get(word)) : word));
   }
   function table(head, lines) {
     const node = el("table"), first = el("tr");
@@ -93,13 +93,8 @@ const detail = (() => {
   }
   function versions(call) {
     if (!call.versions.length) return [call.output ? "not recorded" : ""];
-    const spans = [];
-    for (const [v, a, b] of call.versions) {
-      if (spans.at(-1)?.[0] === v) spans.at(-1)[2] = b;
-      else spans.push([v, a, b]);
-    }
-    if (spans.length === 1) return [`${spans[0][0]}`];
-    return spans.flatMap(([v, a, b], i) => [i ? ", " : "", key(versionColour(v), "dot"), ` ${v} (${whole(a)}–${whole(b)})`]);
+    if (call.versions.length === 1) return [`${call.versions[0][0]}`];
+    return call.versions.flatMap(([v, a, b], i) => [i ? ", " : "", key(versionColour(v), "dot"), ` ${v} (${whole(a)}–${whole(b)})`]);
   }
 
   function settings(name, pairs) {
@@ -185,7 +180,7 @@ const detail = (() => {
         ["selection", drawnAs < 0 ? `not drawn by J_max ${page.j_max ?? "unlimited"}, seed ${page.seed}` : `drawn ${ordinal(drawnAs + 1)}, for ${plural(page.selected[drawnAs][1], "target")} (J_max ${page.j_max ?? "unlimited"}, seed ${page.seed})`],
       ),
       el("h3", "", plural(leaf.turns, "turn")),
-      table([["call"], ["role"], ["prompt", "n"], ["sampled", "n"], ["log-prob", "n"], ["finish"]], turns.slice(0, 500).map((call) => [link(call), clip(calls[call].role, 24), whole(calls[call].prompt), whole(calls[call].output), calls[call].curve ? nats(calls[call].curve.mean) : "–", visible(clip(calls[call].finish, 20))])),
+      table([["call"], ["role"], ["prompt", "n"], ["sampled", "n"], ["log-prob", "n"]], turns.slice(0, 500).map((call) => [link(call), clip(calls[call].role, 24), whole(calls[call].prompt), whole(calls[call].output), calls[call].curve ? nats(calls[call].curve.mean) : "–"])),
     ];
   }
 

@@ -22,7 +22,7 @@
   if (report.empty) figure(whole(report.empty), "empty", "calls that generated nothing");
   const began = page.began > 0 ? page.began : page.created;
   const about = [page.model, began > 0 ? new Date(began * 1000).toISOString().slice(0, 19).replace("T", " ") + " UTC" : "", page.torn ? `${whole(page.torn)} bytes of a torn tail` : "", page.skipped ? `${plural(page.skipped, "record")} of unknown kinds` : ""];
-  $("head").append(el("div", "name", el("h1", "", visible(clip(report.execution, 200)) || "(unnamed)"), el("div", "sub", visible(about.filter(Boolean).join(" · ")))), figures, el("span", "grow"), $("finder"));
+  $("head").append(el("div", "name", el("h1", "", visible(clip(report.execution, 200)) || "(unnamed)"), el("div", "sub", visible(about.filter(Boolean).join(" · ")))), figures);
   document.title = `${visible(clip(report.execution, 80))} · trajectory tree`;
 
   function choice(box, name, options) {
@@ -51,7 +51,7 @@
   choice($("scale"), "scale", [["tokens", "Tokens"], ["steps", "Steps"]]);
 
   function refresh(changed) {
-    if (changed === "scale") tree.fit();
+    if (changed === "scale") { tree.layout(); tree.fit(); }
     toolbar();
     select(state.call, state.leaf);
   }

@@ -92,7 +92,7 @@ const timeline = (() => {
         pen.lineTo(x0, y + h / 2);
         pen.stroke();
       }
-      const colour = state.colour === "version" && call.versions.length ? versionColour(call.versions[0][0]) : state.colour === "engine" ? (part.engine < 0 ? "edge" : engineColour(part.engine)) : state.colour === "likelihood" && call.curve ? `p${likelihood(call.curve.mean)}` : roleColour(call.role);
+      const colour = state.colour === "version" && call.versions.length ? versionColour(call.versions[0][0]) : state.colour === "engine" ? (part.engine < 0 ? "edge" : engineColour(part.engine)) : state.colour === "likelihood" && call.curve ? `p${likelihood(call.curve.mean)}` : state.colour === "role" ? roleColour(call.role) : "edge";
       pen.fillStyle = paint(colour);
       pen.fillRect(x0, y, w, h);
       if (state.call === part.call) {

@@ -35,13 +35,13 @@ const transcript = (() => {
     draw();
   }
   function draw() {
-    const leaf = state.leaf >= 0 ? state.leaf : page.selected[0]?.[0] ?? 0;
+    const leaf = Math.max(0, state.leaf);
     const call = state.call >= 0 ? calls[state.call] : calls[byId.get(report.leaves[leaf]?.call)];
     const now = `${state.call}/${leaf}`;
     if (now === shown) return;
     shown = now;
     const box = $("list"), all = call ? turns(call.bar) : [];
-    $("listnote").textContent = state.call >= 0 ? `up to call ${call.name}` : call ? `trajectory ${leaf + 1}${state.leaf < 0 ? ", the first drawn" : ""}` : "nothing was sampled";
+    $("listnote").textContent = state.call >= 0 ? `up to call ${call.name}` : call ? `trajectory ${leaf + 1}${state.leaf < 0 && report.leaves.length > 1 ? ": select another above, or a call" : ""}` : "nothing was sampled";
     const list = el("div", "transcript"), first = state.call >= 0 ? Math.max(0, all.length - PAGE) : 0;
     let [top, bottom] = [first, first];
     const earlier = button("", () => extend(-1), "more"), later = button("", () => extend(1), "more");

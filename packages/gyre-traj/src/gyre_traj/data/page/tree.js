@@ -2,7 +2,8 @@
 
 const tree = (() => {
   const canvas = $("tree"), box = $("treescroll");
-  const TOP = 26, LEFT = 16, RIGHT = 178;
+  const TOP = 26, LEFT = 16;
+  let RIGHT = 178; // room for what is written behind the rows
   const view = { from: 0, to: 1 }; // part of the axis in sight
   let rowHeight = 24, width = 0, height = 0, drawn = [];
   const byRow = Array.from({ length: rows }, () => []);
@@ -110,7 +111,7 @@ const tree = (() => {
     if (rowHeight < 18 || x1 - x0 < 30) return;
     const call = calls[bar.call], tall = rowHeight - Math.max(3, rowHeight * 0.28);
     const left = Math.max(x0, LEFT) + (bar.parent >= 0 && bars[bar.parent].below.length > 1 ? 4 : 0), room = Math.min(x1, width - RIGHT) - left - 8;
-    const text = bar.sampled && room > 74 && !call.untrainable ? call.name.slice(0, 8) : `${bar.size > 9999 ? short(bar.size) : bar.size}`;
+    const size = short(bar.size), text = bar.sampled && room > 110 ? `${visible(call.name)} · ${size}` : size;
     pen.font = `${bar.sampled ? "600 " : ""}10.5px system-ui, sans-serif`;
     if (pen.measureText(text).width > room) return;
     if (bar.sampled && call.untrainable) return;
@@ -206,11 +207,13 @@ const tree = (() => {
       pen.stroke();
       pen.fillStyle = paint("muted");
       pen.textAlign = at === 0 ? "left" : "center";
-      pen.fillText(short(at), at === 0 ? px - 1 : px, 12);
+      pen.fillText(step < 1000 ? whole(at) : short(at), at === 0 ? px - 1 : px, 12);
     }
     pen.textAlign = "left";
     pen.fillStyle = paint("faint");
-    pen.fillText(state.scale === "tokens" ? "tokens deep" : "nodes deep", width - RIGHT + 26, 12);
+    pen.textAlign = "right";
+    pen.fillText(state.scale === "tokens" ? "tokens deep" : "nodes deep", width - 10, 12);
+    pen.textAlign = "left";
     if (view.to - view.from < full() - 1e-9) { // where in the whole we are
       const room = width - LEFT - RIGHT;
       pen.fillStyle = paint("soft");
@@ -220,17 +223,23 @@ const tree = (() => {
     }
   }
 
+  function rowLabel(row) {
+    const last = byRow[row][byRow[row].length - 1];
+    if (last.first === last.last) return `generated nothing · ${visible(clip(calls[last.call].role, 24))}`;
+    const leaf = report.leaves[last.first];
+    return `${last.first + 1} · ${visible(clip(leaf.role, 24))} · ${plural(leaf.turns, "turn")}${leaf.delivered ? "" : " · undelivered"}`;
+  }
+
   function rowEnd(pen, row, tall, lit) {
     const last = byRow[row][byRow[row].length - 1];
     if (rowHeight < 11 || !last) return;
     const at = Math.max(LEFT, x(end(last))) + 8;
     if (x(end(last)) < 0 || at > width - 20) return;
-    const call = calls[last.call], leaf = last.first < last.last ? report.leaves[last.first] : null;
-    const text = leaf ? `${last.first + 1} · ${leaf.role} · ${plural(leaf.turns, "turn")}${leaf.delivered ? "" : " · undelivered"}` : `generated nothing · ${call ? call.role : ""}`;
+    const leaf = last.first < last.last ? report.leaves[last.first] : null;
     pen.globalAlpha = lit && !lit(last) ? 0.35 : 1;
     pen.font = `${state.leaf >= 0 && state.leaf === last.first && leaf ? "600 " : ""}${rowHeight < 15 ? 9.5 : 11}px system-ui, sans-serif`;
     pen.fillStyle = leaf && !leaf.delivered ? paint("bad") : paint("muted");
-    pen.fillText(clip(text, 44), at, y(row) + tall / 2 + 0.5);
+    pen.fillText(rowLabel(row), at, y(row) + tall / 2 + 0.5);
     pen.globalAlpha = 1;
   }
 
@@ -289,6 +298,13 @@ const tree = (() => {
 
   function layout() {
     width = box.clientWidth;
+    const pen = canvas.getContext("2d");
+    pen.font = "11px system-ui, sans-serif";
+    RIGHT = 84;
+    byRow.forEach((line, row) => {
+      const part = end(line[line.length - 1]) / full(), needed = pen.measureText(rowLabel(row)).width + 18;
+      RIGHT = Math.min(260, Math.max(RIGHT, (needed - (1 - part) * (width - LEFT)) / Math.max(part, 0.05)));
+    });
     const most = innerWidth <= 880 ? 420 : Math.max(150, innerHeight * 0.46);
     rowHeight = Math.max(12, Math.min(rows < 6 ? 36 : 30, Math.floor((most - TOP - 10) / Math.max(1, rows))));
     const content = TOP + rows * rowHeight + 10;
