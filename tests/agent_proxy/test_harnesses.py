@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,13 @@ class Step(msgspec.Struct):
 
 
 class Case(msgspec.Struct):
-    """A harness's script. Paths in arguments: {w} is the workspace."""
+    """A harness's script. In arguments, {w} is the workspace and {session} a number a tool gave."""
 
     steps: list[Step]
     side: str = "A title"  # the answer to calls without tools
     roles: dict[str, int] = msgspec.field(default_factory=lambda: {"main": 3})
     roots: int = 1
+    primed: int = 0  # assistant turns that the harness itself made up, before the first call
 
 
 SHELL, EDIT = "I write it.", "I correct it."
@@ -69,17 +70,11 @@ CASES = {
     "codex": Case(
         steps=[
             Step(SHELL, [("exec_command", {"cmd": "echo 41 > answer.txt"})]),
-            Step(
-                EDIT,
-                [
-                    (
-                        "apply_patch",
-                        {"input": "*** Begin Patch\n*** Update File: answer.txt\n@@\n-41\n+42\n*** End Patch"},
-                    )
-                ],
-            ),
+            Step(EDIT, [("exec_command", {"cmd": "read n; echo $n > answer.txt", "tty": True, "yield_time_ms": 250})]),
+            Step("", [("write_stdin", {"session_id": "{session}", "chars": "42\n"})]),
             Step(DONE),
         ],
+        roles={"main": 4},
     ),
     "claude-code": Case(
         steps=[
@@ -98,6 +93,7 @@ CASES = {
             Step(DONE),
         ],
         roles={"main": 4},
+        primed=1,
     ),
 }
 IN_CI = ("mini-swe-agent", "codex")
@@ -108,28 +104,31 @@ class Script:
 
     def __init__(self, bench: Any, case: Case, workspace: Path) -> None:
         self.vocabulary = bench.renderer.vocabulary
+        self._case = case
+        self._workspace = str(workspace)
         self._turn = [1, *self.vocabulary.encode("assistant\n")]  # after <|im_start|>, which only the template writes
-        self._steps = [self._ids(step, str(workspace)) for step in case.steps]
-        self._side = [*self.vocabulary.encode(case.side), 2]
 
     def rest(self, input_ids: list[int]) -> list[int]:
         """The whole answer: nothing is cut and continued here."""
-        if "<tools>" not in self.vocabulary.decode(input_ids):
-            return self._side
-        n = len(self._turn)
-        turns = sum(input_ids[i : i + n] == self._turn for i, token in enumerate(input_ids) if token == 1)
-        return self._steps[min(turns, len(self._steps)) - 1]
-
-    def _ids(self, step: Step, workspace: str) -> list[int]:
-        text = step.text
-        for name, arguments in step.calls:
-            call = {"name": name, "arguments": {k: _at(v, workspace) for k, v in arguments.items()}}
-            text += f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        prompt = self.vocabulary.decode(input_ids)
+        text = self._case.side
+        if "<tools>" in prompt:
+            n = len(self._turn)
+            turns = sum(input_ids[i : i + n] == self._turn for i, token in enumerate(input_ids) if token == 1)
+            text = self._said(self._case.steps[min(turns - self._case.primed, len(self._case.steps)) - 1], prompt)
         return [*self.vocabulary.encode(text), 2]
 
+    def _said(self, step: Step, prompt: str) -> str:
+        text = step.text
+        for name, arguments in step.calls:
+            call = {"name": name, "arguments": {k: self._filled(v, prompt) for k, v in arguments.items()}}
+            text += f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        return text
 
-def _at(value: Any, workspace: str) -> Any:
-    return value.replace("{w}", workspace) if isinstance(value, str) else value
+    def _filled(self, value: Any, prompt: str) -> Any:
+        if value == "{session}":
+            return int(re.findall(r"session ID (\d+)", prompt)[-1])
+        return value.replace("{w}", self._workspace) if isinstance(value, str) else value
 
 
 def search_path() -> str:
@@ -150,21 +149,57 @@ def require(name: str) -> harnesses.Adapter:
     return adapter
 
 
-@pytest.fixture
-async def sink() -> AsyncIterator[Callable[[], list[str]]]:
-    """An HTTP proxy that lets nothing through; sink(): whom the harness wanted to reach, and `sink.url`."""
-    asked: list[str] = []
+class Fence:
+    """An HTTP proxy that lets calls of this machine through and refuses all others; `outside` names them.
 
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append((await reader.readline()).decode(errors="replace").strip())
-        writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    For harnesses that do not send calls of this machine past a proxy, as NO_PROXY asks.
+    """
+
+    def __init__(self) -> None:
+        self.outside: list[str] = []
+        self.url = ""
+
+    async def start(self) -> asyncio.Server:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return server
+
+    @property
+    def environment(self) -> list[str]:
+        names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+        found = [f"{n}={self.url}" for name in names for n in (name, name.lower())]
+        return [*found, "NO_PROXY=127.0.0.1,localhost", "no_proxy=127.0.0.1,localhost"]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        method, target, _ = head.split(maxsplit=2)
+        host, _, port = target.rpartition(":")
+        try:
+            if method != "CONNECT" or host != "127.0.0.1":
+                self.outside.append(f"{method} {target}")
+                writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                return
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            await asyncio.gather(self._pipe(reader, far_writer), self._pipe(far_reader, writer))
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    @staticmethod
+    async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
-    found = lambda: asked  # noqa: E731
-    found.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    yield found
-    server.close()
+
+@pytest.fixture
+async def fence() -> AsyncIterator[Fence]:
+    made = Fence()
+    async with await made.start():
+        yield made
 
 
 async def run(*arguments: str) -> tuple[int, str, str]:
@@ -184,26 +219,24 @@ async def run(*arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_CI else [pytest.mark.harness]) for n in CASES])
-async def test_a_two_tool_task(bench, tmp_path, sink, name):
+async def test_a_two_tool_task(bench, tmp_path, fence, name):
     require(name)
     case = CASES[name]
     out = tmp_path / "out"
     workspace = out / "workspaces" / "e0"
     bench.brain = Script(bench, case, workspace)
     engine = await bench.engine()
-    proxies = [f"{v}={sink.url}" for v in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY")]
-    proxies += ["NO_PROXY=127.0.0.1,localhost", "no_proxy=127.0.0.1,localhost"]
     code, stdout, stderr = await run(
         *("--harness", name, "--instruction", INSTRUCTION, "--engine", engine.url, "--model", str(bench.folder)),
         *("--name", "policy", "--context", "1000000", "--budget", "200", "--out", str(out), "--json"),
-        *(part for pair in proxies for part in ("--env", pair)),
+        *(part for pair in fence.environment for part in ("--env", pair)),
     )
     printed = (out / "logs" / "harness.log").read_text(errors="replace")
     trouble = f"{stderr}\n{printed[-3000:]}"
     assert code == 0, trouble
     assert (workspace / "answer.txt").read_text() == "42\n", trouble
     assert "done {}" in printed, trouble
-    assert sink() == [], "it called somebody else"
+    assert fence.outside == [], "it called somebody else"
 
     report = json.loads(stdout)
     counters = report["counters"]
@@ -212,7 +245,8 @@ async def test_a_two_tool_task(bench, tmp_path, sink, name):
     roles = Counter(call.role for call in log.calls)
     assert dict(roles) == case.roles, [(c.role, c.finish, c.request) for c in log.calls]
     assert counters["roots"] == case.roots
-    assert counters["foreign_turns"] == counters["forks"] == counters["calls_failed"] == 0, counters
+    assert counters["foreign_turns"] == case.primed
+    assert counters["forks"] == counters["calls_failed"] == counters["calls_refused"] == 0
     assert all(log.delivered[call.call] for call in log.calls)
     assert Tree.from_log(log).untrainable == {}
     # Sent is recorded, sampled is recorded, and the main line is one path.
