@@ -26,7 +26,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from traj_peers import J_MAX, PEERS, missing
+from traj_gyre import J_MAX
+from traj_peers import PEERS, missing
 from traj_stream import log_costs, status, stream
 from traj_workload import Turn, chain, execution, record
 
@@ -104,7 +105,8 @@ def spawn(part: str, name: str) -> dict[str, Any]:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | QUIET)
     if done.returncode:
         raise SystemExit(f"measuring {part} of {name!r} failed with status {done.returncode}; its error is above")
-    return json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 QUIET = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
@@ -214,7 +216,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         warnings.simplefilter("ignore")
-        print(json.dumps(work(*options.worker, options)))
+        part, name = options.worker
+        print(json.dumps(work(part, name, options)))
         return
 
     skipped = {name: missing(name) for name in options.peers if missing(name)}
