@@ -409,3 +409,21 @@ def test_a_browser_is_not_taken_in_by_hostile_text(tmp_path: Path) -> None:
         assert (root.get("data-ready"), root.get("data-error"), root.get("data-pwned")) == ("true", None, None)
         assert not [tag for tag, _ in tags if tag == "img"]
         assert "onerror=alert(1)" in text
+
+
+@browser
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("why", ["first", "prompt departs inside it", "sampled again"])
+def test_a_trajectory_reads_as_the_ids_of_its_path(tmp_path: Path, why: str) -> None:
+    log = rich(28)
+    write_page(log, tmp_path / "e.html")
+    tree = Tree.from_log(log)
+    leaves = zip(describe(tree).leaves, tree.paths(), strict=True)
+    leaf, path = next((leaf, path) for leaf, path in leaves if why in leaf.why)
+    _, tags, _ = browse(tmp_path / "e.html", f"#tab=text&leaf={leaf.call}")
+    titles = [attrs.get("title") or "" for tag, attrs in tags if tag == "i"]
+    found = [re.match(r"token ([\d,]+) · id (\d+)", title) for title in titles]
+    assert [int(match[1].replace(",", "")) for match in found if match] == list(range(leaf.tokens))
+    assert [int(match[2]) for match in found if match] == np.concatenate([node.ids for node in path]).tolist()
+    likely = [int("log-probability" in title) for title in titles]
+    assert sum(likely) == sum(len(node.ids) for node in path if node.call)

@@ -6,6 +6,7 @@ const tree = (() => {
   let RIGHT = 178; // room for what is written behind the rows
   const view = { from: 0, to: 1 }; // part of the axis in sight
   let rowHeight = 24, width = 0, height = 0, drawn = [];
+  const picked = new Set(page.selected.length < report.leaves.length ? page.selected.map(([leaf]) => leaf) : []);
   const byRow = Array.from({ length: rows }, () => []);
   for (const bar of bars) byRow[bar.row].push(bar);
 
@@ -227,7 +228,7 @@ const tree = (() => {
     const last = byRow[row][byRow[row].length - 1];
     if (last.first === last.last) return `generated nothing · ${visible(clip(calls[last.call].role, 24))}`;
     const leaf = report.leaves[last.first];
-    return `${last.first + 1} · ${visible(clip(leaf.role, 24))} · ${plural(leaf.turns, "turn")}${leaf.delivered ? "" : " · undelivered"}`;
+    return `${last.first + 1} · ${visible(clip(leaf.role, 24))} · ${plural(leaf.turns, "turn")}${leaf.delivered ? "" : " · undelivered"}${picked.has(last.first) ? " · drawn" : ""}`;
   }
 
   function rowEnd(pen, row, tall, lit) {
