@@ -19,11 +19,12 @@ from gyre_agent_proxy.dialects.chat import error_body, status
 from gyre_agent_proxy.dialects.parts import Parts
 from gyre_agent_proxy.dialects.responses_output import Echo, Stream, answer
 from gyre_agent_proxy.dialects.responses_tools import Offer, call_of
-from gyre_agent_proxy.errors import BadRequest
+from gyre_agent_proxy.errors import BadRequest, ProxyError, TooLong
 
-__all__ = ["answer", "error_body", "name", "read_request", "status", "stream"]
+__all__ = ["answer", "error_body", "name", "read_request", "status", "stream", "told_in_streams"]
 
 name = "responses"
+told_in_streams: tuple[type[ProxyError], ...] = (TooLong,)  # a failed response is what makes Codex compact
 stream = Stream
 
 # What the API would look up in its store.
@@ -160,7 +161,7 @@ class _Reader:
             raise BadRequest(f"{where}.type: expected a string, got {kind!r:.80}", "input")
         if kind in _CALLS:
             call_id = item.get("call_id") or (item.get("id") if kind == "local_shell_call" else None)
-            call = call_of({**item, "type": kind}, _known_by(call_id, where), self._offer, where)
+            call = call_of(item, _known_by(call_id, where), self._offer, where)
             self._open_turn().calls.append(call)
         elif kind in _OUTPUTS:
             call_id = item.get("call_id") or (item.get("id") if kind == "local_shell_call_output" else None)
