@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from gyre_traj import Attempt, Delivered, Header, LogWriter, Span, pack_logprobs
@@ -147,3 +151,263 @@ def test_errors_go_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["inspect", str(tmp_path / "empty")]) == 2
     with pytest.raises(SystemExit):
         main([])
+
+
+# select
+
+
+def test_select_prints_what_is_drawn_and_left_out(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["select", str(log), "--j-max", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "execution e: 2 of 9 trainable tokens",
+        "  f  main  2 targets of 5 tokens",
+        "  left out: main 4, main-summary 1, sub-agent 2",
+    ]
+
+
+def test_select_json_is_an_object_a_log(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["select", str(log), str(log), "--j-max", "none", "--json"]) == 0
+    one, two = map(json.loads, capsys.readouterr().out.splitlines())
+    assert one == two
+    assert one["left_out"] == {}
+    assert sum(t["targets"] for t in one["trajectories"]) == one["targets"] == one["trainable"] == 9
+
+
+def test_select_by_a_role_table(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "roles.toml"
+    table.write_text('[roles]\npriority = ["sub-agent"]\nexclude = ["main"]\n')
+    assert main(["select", str(log), "--roles", str(table), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trajectories"][0]["role"] == "sub-agent"
+    assert "main" in found["left_out"]
+    assert main(["select", str(log), "--roles", "claude-code", "--json"]) == 0
+
+
+# view
+
+
+def test_view_writes_a_page_beside_the_log(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", str(log)]) == 0
+    page = log.with_suffix(".html")
+    assert "9 calls" in capsys.readouterr().out
+    assert page.read_text().startswith("<!doctype html>")
+    assert main(["view", str(log), "-o", str(page)]) == 0  # again, over it
+    assert main(["view", str(log), "-o", str(tmp_path / "no" / "page.html")]) == 2
+    assert main(["view", str(log), "--tokenizer", str(tmp_path / "none")]) == 2
+
+
+# export
+
+
+@pytest.fixture
+def batch(new_story: Callable, tmp_path: Path) -> tuple[list[str], Path]:
+    """Logs of a group of five, and their outcomes; e3's evaluator failed, e4 left nothing, e5's log is not there."""
+    logs = []
+    for i in range(1, 5):
+        story = new_story(f"e{i}")
+        story.call("a", "sys task", "one two three")
+        story.call("b", "result", "done", parent="a", version=1)
+        story.call("c", "failure", "or else", parent="a", version=2)
+        path = tmp_path / f"e{i}.gtraj"
+        with LogWriter(path) as writer:
+            writer.append(Header(execution=f"e{i}"))
+            for call in story.calls:
+                writer.append(call)
+                writer.append(Delivered(call=call.call))
+        logs.append(str(path))
+    outcomes = tmp_path / "outcomes.jsonl"
+    lines = [
+        {"execution": "e1", "group": "g", "score": 1.0},
+        {"execution": "e2", "group": "g", "score": 0.0},
+        {"execution": "e3", "group": "g", "ending": "evaluator_failed", "detail": "no GPU"},
+        {"execution": "e4", "group": "g", "ending": "nothing_to_score"},
+        {"execution": "e5", "group": "g", "score": 1.0},
+    ]
+    outcomes.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return logs, outcomes
+
+
+def test_export_says_what_it_wrote_and_what_not(
+    batch: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs, outcomes = batch
+    out = tmp_path / "rows.jsonl"
+    extra = ["--outcomes", str(outcomes), "--j-max", "1"]
+    assert main(["export", *logs, "--to", "jsonl", "-o", str(out), *extra]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"{out} (jsonl): 2 rows of 2 executions"
+    assert "divided by 3" in said[1]  # e1, e2, and the placeholder
+    assert "  1 placeholders, nothing to score: counted, without rows" in said
+    assert "  1 scored executions have no log here: in the baseline alone" in said
+    assert "  excluded: e3: evaluator failed: no GPU" in said
+    assert any(line.startswith("  left out, trainable tokens: main ") for line in said)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["execution"] for row in rows] == ["e1", "e2"]
+    assert [row["advantage"] for row in rows] == [0.5, -0.5]  # the baseline: 1, 0, 0 and 1
+    assert {row["units"] for row in rows} == {3}
+    for row in rows:
+        assert sum(row["target"]) * row["weight"] == pytest.approx(1)
+        assert len(row["ids"]) == len(row["target"]) == len(row["logprobs"]) == len(row["temperature"])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+KINDS = ("jsonl", "parquet", "slime", "trl", "verl")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_holds_the_same_rows(
+    batch: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    logs, outcomes = batch
+    out = tmp_path / "out"
+    command = ["export", *logs, "--to", kind, "-o", str(out), "--outcomes", str(outcomes), "--json"]
+    assert main(command) == 0
+    totals = json.loads(capsys.readouterr().out)
+    assert (totals["rows"], totals["targets"], totals["units"]) == (4, 12, 3)
+    assert totals["excluded"] == {"e3": "evaluator failed: no GPU"}
+    if kind == "parquet":
+        from gyre_traj.adapters import datasets
+
+        made = list(datasets.read_parquet(out))
+        assert sum(int(example.row.target.sum()) for example in made) == 12
+        assert datasets.read_note(out)["units"] == 3
+    elif kind == "verl":
+        from gyre_traj.adapters import verl
+
+        given = verl.load(out)
+        assert given.batch["response_mask"].sum() == 12
+        assert given.batch["rollout_is_weights"].sum() == pytest.approx(2 / 3)  # two of three executions have rows
+        assert given.non_tensor_batch["execution"].tolist() == ["e1", "e1", "e2", "e2"]
+        assert given.batch["rm_scores"].sum(axis=1).tolist() == [1, 1, 0, 0]
+        assert given.meta_info["units"] == 3
+    else:
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        mask = {"jsonl": "target", "slime": "loss_mask", "trl": "env_mask"}[kind]
+        assert sum(sum(line[mask]) for line in lines) == 12
+
+
+def test_verl_rows_come_in_pieces(
+    batch: tuple[list[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gyre_traj import writers
+    from gyre_traj.adapters import verl
+
+    logs, _ = batch
+    main(["export", *logs, "--to", "verl", "-o", str(tmp_path / "whole")])
+    monkeypatch.setattr(writers, "_ROWS", 3)
+    main(["export", *logs, "--to", "verl", "-o", str(tmp_path / "pieces")])
+    whole, pieces = verl.load(tmp_path / "whole"), verl.load(tmp_path / "pieces")
+    assert "every advantage is 1" in capsys.readouterr().out
+    for name, array in whole.batch.items():
+        np.testing.assert_array_equal(array, pieces.batch[name])
+    assert whole.meta_info == pieces.meta_info
+    with pytest.raises(Exception, match="holds no batch"):
+        verl.load(tmp_path)
+
+
+BAD_EXPORTS = {
+    "missing log": (["nowhere.gtraj"], [], "cannot be read"),
+    "not a log": (["outcomes.jsonl"], [], "is not a call log"),
+    "a log twice": (["e1.gtraj", "e1.gtraj"], [], "give each log once"),
+    "unknown table": (["e1.gtraj"], ["--roles", "vim"], "no role table 'vim'"),
+    "unknown aggregation": (["e1.gtraj"], ["--aggregation", "mean"], "unknown aggregation 'mean'"),
+    "unknown counting": (["e1.gtraj"], ["--counting", "twice"], "unknown counting 'twice'"),
+    "missing outcomes": (["e1.gtraj"], ["--outcomes", "none.jsonl"], "cannot be read"),
+    "score out of range": (["e1.gtraj"], ["--outcomes", "high.jsonl"], "line 1: a scored outcome needs a score in"),
+    "no score": (["e1.gtraj"], ["--outcomes", "empty.jsonl"], "needs a score in"),
+    "unknown ending": (["e1.gtraj"], ["--outcomes", "ending.jsonl"], "Invalid enum value 'lost'"),
+    "no JSON": (["e1.gtraj"], ["--outcomes", "text.jsonl"], "line 1: not JSON"),
+    "twice": (["e1.gtraj"], ["--outcomes", "twice.jsonl"], "line 2: a second outcome"),
+    "nobody scored": (["e1.gtraj"], ["--outcomes", "other.jsonl"], "e1: no outcome"),
+    "no such folder": (["e1.gtraj"], ["-o", "no/rows"], "cannot be written"),
+    "exists": (["e1.gtraj"], ["-o", "outcomes.jsonl"], "exists; remove it"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_EXPORTS)
+@pytest.mark.parametrize("kind", ["jsonl", "verl"])
+def test_bad_exports_leave_nothing(
+    batch: tuple[list[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    case: str,
+    kind: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "high": '{"execution": "e1", "group": "g", "score": 1.5}',
+        "empty": '{"execution": "e1", "group": "g"}',
+        "ending": '{"execution": "e1", "group": "g", "ending": "lost"}',
+        "text": "text",
+        "twice": '{"execution": "e1", "group": "g", "score": 1}\n{"execution": "e1", "group": "g", "score": 0}',
+        "other": '{"execution": "x", "group": "g", "score": 1}',
+    }.items():
+        Path(f"{name}.jsonl").write_text(text)
+    before = sorted(tmp_path.iterdir())
+    given, options, message = BAD_EXPORTS[case]
+    assert main(["export", *given, "--to", kind, "-o", "rows", *options]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert not said.out
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_log_that_grows_meanwhile_is_noticed(
+    batch: tuple[list[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gyre_traj import writers
+
+    logs, _ = batch
+    write = writers.WRITERS["jsonl"]
+
+    def grow(*arguments: object) -> None:
+        with LogWriter(logs[0]) as writer:
+            writer.append(Delivered(call="b", ok=False))
+            writer.append(msgspec.structs.replace(read(logs[0])[-1], call="d"))
+            writer.append(Delivered(call="d"))
+        write(*arguments)
+
+    def read(path: str) -> list:
+        from gyre_traj import read_log
+
+        return read_log(path).calls
+
+    monkeypatch.setitem(writers.WRITERS, "jsonl", grow)
+    assert main(["export", *logs, "--to", "jsonl", "-o", str(tmp_path / "rows")]) == 2
+    assert "changed while they were exported" in capsys.readouterr().err
+    assert not (tmp_path / "rows").exists()
+
+
+def test_bad_numbers_are_refused_by_the_parser(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("0", "-1", "many"):
+        with pytest.raises(SystemExit) as stop:
+            main(["select", str(log), "--j-max", value])
+        assert stop.value.code == 2
+        assert "from 1, or none" in capsys.readouterr().err
+
+
+def test_progress_goes_to_stderr(
+    batch: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gyre_traj.commands._EVERY", 0.0)
+    main(["check", *batch[0], "--json"])
+    said = capsys.readouterr()
+    json.loads(said.out)
+    assert "checked: 4 of 4 logs" in said.err
+
+
+@pytest.mark.parametrize(
+    "command", ["", "inspect", "check", "view", "select", "export", "import", "import openai"], ids=str
+)
+def test_help_imports_nothing_heavy(command: str) -> None:
+    program = (
+        "import sys, gyre_traj.cli\n"
+        f"try: gyre_traj.cli.main([*{command.split()!r}, '--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "assert not {'numpy', 'msgspec', 'torch', 'pyarrow', 'transformers'} & set(sys.modules), sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert "usage: gyre-traj" in run.stdout

@@ -43,3 +43,11 @@ class BadChoice(TrajError, ValueError):
 
 class NoTokenizer(TrajError):
     """A tokenizer cannot be read, or the library that reads it is not installed."""
+
+
+class BadLine(TrajError):
+    """A line of an imported file that is not JSON, or not what its kind of file holds."""
+
+
+class OutputError(TrajError):
+    """An output cannot be written, or is there already; nothing was left behind."""

@@ -32,10 +32,14 @@ class Example:
     row: Row
     group: str = ""
     reward: float | None = None  # of its execution; None: not scored
-    role: str = "main"
     call: str = ""  # whose output ends the trajectory
     finish: str = "stop"  # how that call finished: stop | length | abort | error
-    versions: tuple[int, ...] = ()  # weights that sampled its targets, ascending
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Weights that sampled the row's targets, as far as known, ascending."""
+        found = np.unique(self.row.version[self.row.target])
+        return tuple(int(version) for version in found if version >= 0)
 
 
 class Split(NamedTuple):
@@ -77,16 +81,13 @@ def examples(
     made = []
     for row in weighted.rows:
         drawn = selection.trajectories[row.trajectory - first_trajectory]
-        versions = np.unique(drawn.version[row.target])
         made.append(
             Example(
                 row=row,
                 group=group,
                 reward=reward,
-                role=drawn.role,
                 call=drawn.call,
                 finish=tree.calls[drawn.call].finish if tree is not None else "stop",
-                versions=tuple(int(version) for version in versions if version >= 0),
             )
         )
     return made, weighted.units
@@ -108,10 +109,10 @@ def split(row: Row) -> Split:
 
 
 def one_temperature(rows: Sequence[Row]) -> float:
-    """The temperature that all targets were sampled at; 1 for rows that name none. Raises `BadRow` for several."""
+    """The temperature that all targets were sampled at; 1 without rows. Raises `BadRow` for several."""
     found = {1.0}
     for i, row in enumerate(rows):
-        here = {1.0} if row.temperature is None else {float(t) for t in np.unique(row.temperature[row.target])}
+        here = {float(temperature) for temperature in np.unique(row.temperature[row.target])}
         found = here if i == 0 else found | here
     if len(found) > 1:
         raise BadRow(

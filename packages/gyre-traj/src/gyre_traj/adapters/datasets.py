@@ -7,15 +7,15 @@
 
 Columns, n tokens a row:
 
-    execution, group, role, call, finish   string
+    execution, role, group, call, finish   string
     trajectory                             uint32   unique in the file
     reward                                 double   null: not scored
     advantage, weight                      double   of every target of the row
-    versions                               list<int64>   weights that sampled its targets
     ids                                    list<uint32>  [n]
     target                                 list<bool>    [n]
-    logprobs                               list<float>   [n], 0 where not a target
-    temperature                            list<float>   [n]; null: 1 everywhere
+    logprobs                               list<float>   [n] 0 where not a target
+    temperature                            list<float>   [n] null: 1 everywhere
+    version                                list<int32>   [n] weights that sampled the targets, else -1; null: not known
 
 The file's metadata holds `gyre_traj`: JSON with `format` 1, `units` (the batch's denominator) and what the writer adds.
 """
@@ -28,14 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gyre_traj import Row
 from gyre_traj.adapters import Example
 from gyre_traj.errors import BadRow
 
 FORMAT = 1
-_TEXTS = ("execution", "group", "role", "call", "finish")
-_LISTS = {"ids": np.uint32, "target": np.bool_, "logprobs": np.float32, "temperature": np.float32}
+_TEXTS = ("execution", "role", "group", "call", "finish")
+_LISTS = {"ids": np.uint32, "target": np.bool_, "logprobs": np.float32, "temperature": np.float32, "version": np.int32}
+_PLAIN = {"temperature": 1, "version": -1}  # a list of nothing else is stored as null
 _TOKENS = 1 << 21  # tokens of a row group: about 20 MB in memory
 
 
@@ -44,7 +46,7 @@ def write_parquet(
 ) -> int:
     """Write examples as they come, a row group of about two million tokens in memory at a time; return how many.
 
-    `note` is added to the file's metadata. Raises `BadRow` when a row's arrays do not fit together, `OSError`.
+    `note` is added to the file's metadata. Raises `OSError`.
     """
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -55,7 +57,6 @@ def write_parquet(
             *((name, pa.string()) for name in _TEXTS),
             ("trajectory", pa.uint32()),
             *((name, pa.float64()) for name in ("reward", "advantage", "weight")),
-            ("versions", pa.list_(pa.int64())),
             *((name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in _LISTS.items()),
         ],
         metadata={"gyre_traj": json.dumps(metadata)},
@@ -69,7 +70,6 @@ def write_parquet(
                 waiting.clear()
 
         for example in examples:
-            _check(example.row)
             waiting.append(example)
             count, tokens = count + 1, tokens + len(example.row.ids)
             if tokens >= _TOKENS:
@@ -115,10 +115,11 @@ def _open(path: str | Path) -> Any:
         raise BadRow(f"{str(path)!r} cannot be read as Parquet: {error}") from error
 
 
-def _check(row: Row) -> None:
-    n = len(row.ids)
-    if not len(row.target) == len(row.logprobs) == n or (row.temperature is not None and len(row.temperature) != n):
-        raise BadRow(f"row {row.trajectory} of {row.execution!r}: its arrays differ in length from its {n} ids")
+def _stored(row: Row, name: str) -> NDArray[Any] | None:
+    array: NDArray[Any] = getattr(row, name)
+    if name == "logprobs":
+        return np.where(row.target, array, np.float32(0))
+    return None if name in _PLAIN and (array == _PLAIN[name]).all() else array
 
 
 def _table(waiting: list[Example], schema: Any) -> Any:
@@ -127,15 +128,15 @@ def _table(waiting: list[Example], schema: Any) -> Any:
     rows = [example.row for example in waiting]
     columns: dict[str, Any] = {
         "execution": [row.execution for row in rows],
-        **{name: [getattr(example, name) for example in waiting] for name in _TEXTS[1:]},
+        "role": [row.role for row in rows],
+        **{name: [getattr(example, name) for example in waiting] for name in _TEXTS[2:]},
         "trajectory": [row.trajectory for row in rows],
         "reward": [example.reward for example in waiting],
         "advantage": [row.advantage for row in rows],
         "weight": [row.weight for row in rows],
-        "versions": [list(example.versions) for example in waiting],
     }
     for name, dtype in _LISTS.items():
-        arrays = [getattr(row, name) for row in rows]
+        arrays = [_stored(row, name) for row in rows]
         offsets = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)]).astype(np.int32)
         flat = np.concatenate([np.zeros(0, dtype), *(a.astype(dtype, copy=False) for a in arrays if a is not None)])
         absent = pa.array([array is None for array in arrays])
@@ -160,13 +161,13 @@ def _example(columns: Mapping[str, Any], at: int) -> Example:
         weight=text("weight"),
         advantage=text("advantage"),
         temperature=array("temperature"),
+        version=array("version"),
+        role=text("role"),
     )
     return Example(
         row=row,
         group=text("group"),
         reward=text("reward"),
-        role=text("role"),
         call=text("call"),
         finish=text("finish"),
-        versions=tuple(text("versions")),
     )

@@ -67,7 +67,7 @@ def _sample(example: Example, index: int, group: int, rollout: int, reward: str)
         "execution": example.row.execution,
         "group": example.group,
         "trajectory": example.row.trajectory,
-        "role": example.role,
+        "role": example.row.role,
     }
     if example.reward is not None:
         metadata["raw_reward"] = example.reward  # what slime logs as such

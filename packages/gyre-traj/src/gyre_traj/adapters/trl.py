@@ -63,7 +63,7 @@ def to_record(example: Example) -> dict[str, Any]:
         "execution": example.row.execution,
         "group": example.group,
         "trajectory": example.row.trajectory,
-        "role": example.role,
+        "role": example.row.role,
     }
 
 

@@ -20,7 +20,9 @@ unchanged with `norm_adv_by_std_in_grpo=False`. The trainers of `trainer.use_v1`
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,7 +122,7 @@ def to_batch(
         "uid": own + [f"padding-{i}" for i in range(short)],
         "execution": [example.row.execution for example in examples] + [""] * short,
         "group": [example.group for example in examples] + [""] * short,
-        "role": [example.role for example in examples] + [""] * short,
+        "role": [example.row.role for example in examples] + [""] * short,
     }
     others: dict[str, NDArray[Any]] = {name: np.array(values, dtype=object) for name, values in texts.items()}
     others["trajectory"] = np.array([example.row.trajectory for example in examples] + [-1] * short, dtype=np.int64)
@@ -137,6 +139,46 @@ def to_data_proto(batch: Batch) -> Any:
     return DataProto.from_dict(tensors, dict(batch.non_tensor_batch), dict(batch.meta_info))
 
 
+def save(folder: str | Path, batches: Iterable[Batch], rows: int) -> None:
+    """Write batches of equal widths, `rows` rows in all, into an existing folder as memory-mapped arrays."""
+    at, arrays = 0, dict[str, Any]()
+    others: dict[str, list[Any]] = {}
+    temperatures, meta = set(), dict[str, Any]()
+    for batch in batches:
+        size = len(batch.batch["prompts"])
+        for name, part in batch.batch.items():
+            if name not in arrays:
+                file, shape = Path(folder) / f"{name}.npy", (rows, *part.shape[1:])
+                arrays[name] = np.lib.format.open_memmap(file, "w+", part.dtype, shape)  # type: ignore[no-untyped-call]
+            arrays[name][at : at + size] = part
+        for name, values in batch.non_tensor_batch.items():
+            others.setdefault(name, []).extend(values.tolist())
+        meta |= batch.meta_info | {
+            "global_token_num": [*meta.get("global_token_num", []), *batch.meta_info["global_token_num"]]
+        }
+        temperatures.add(batch.meta_info["temperature"])
+        at += size
+    if at != rows:
+        raise BadRow(f"expected {rows} rows, got {at}; the batch changed while it was written")
+    if len(temperatures) > 1:
+        raise BadRow(f"expected one sampling temperature, got {sorted(temperatures)}; export them apart")
+    (Path(folder) / "batch.json").write_text(json.dumps({"non_tensor_batch": others, "meta_info": meta}))
+    for array in arrays.values():
+        array.flush()
+
+
+def load(folder: str | Path) -> Batch:
+    """Read what `save` wrote; arrays are mapped, not read. Raises `BadRow`."""
+    try:
+        rest = json.loads((Path(folder) / "batch.json").read_text())
+        arrays = {file.stem: np.load(file, mmap_mode="c") for file in Path(folder).glob("*.npy")}
+    except (OSError, ValueError) as error:
+        raise BadRow(f"{str(folder)!r} holds no batch: {error}") from error
+    others = {name: np.array(values, dtype=object) for name, values in rest["non_tensor_batch"].items()}
+    others["trajectory"] = others["trajectory"].astype(np.int64)
+    return Batch(arrays, others, rest["meta_info"])
+
+
 def agent_loop_outputs(examples: Sequence[Example]) -> list[dict[str, Any]]:
     """Arguments of an `AgentLoopOutput` each, for an agent loop's `run` that returns one execution's rows.
 
@@ -146,9 +188,9 @@ def agent_loop_outputs(examples: Sequence[Example]) -> list[dict[str, Any]]:
     outputs = []
     for example in examples:
         part = split(example.row)
-        extra = {"execution": example.row.execution, "trajectory": example.row.trajectory, "role": example.role}
-        if example.versions:
-            extra |= {"min_global_steps": example.versions[0], "max_global_steps": example.versions[-1]}
+        extra = {"execution": example.row.execution, "trajectory": example.row.trajectory, "role": example.row.role}
+        if versions := example.versions:
+            extra |= {"min_global_steps": versions[0], "max_global_steps": versions[-1]}
         outputs.append(
             {
                 "prompt_ids": part.prompt.tolist(),
