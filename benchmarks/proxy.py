@@ -99,7 +99,7 @@ def our_proxy(engine: str, model: Path, scratch: Path) -> Iterator[Gateway]:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert "serving at" in line, (scratch / "proxy.log").read_text()
-        yield Gateway("gyre-agent-proxy", line.split()[-1], [process])
+        yield Gateway("gyre-agent-proxy", line.split()[-1].removesuffix("/v1"), [process])
 
 
 @contextlib.contextmanager

@@ -42,7 +42,9 @@ class Answers:
         deltas: list[dict[str, str]] = [{"role": "assistant", "content": ""}, *[{"content": WORD}] * tokens]
         events = [{"index": 0, "delta": d, "finish_reason": None} for d in deltas]
         events.append({"index": 0, "delta": {}, "finish_reason": "stop"})
-        self.chat = [sse({**head, "object": "chat.completion.chunk", "choices": [e]}) for e in events] + [sse(b"[DONE]")]
+        self.chat = [sse({**head, "object": "chat.completion.chunk", "choices": [e]}) for e in events] + [
+            sse(b"[DONE]")
+        ]
 
     def generate(self, rid: str, stop: int) -> Iterator[bytes]:
         """SGLang's events of one request, a token each (incremental); the last token is `stop`."""

@@ -141,12 +141,12 @@ def memory_table(traced: dict[str, dict[str, Any]], runs: dict[str, list[dict[st
 
 def adds_table(runs: dict[str, list[dict[str, Any]]], calls: int) -> str:
     """Median microseconds of the calls around the k-th, over all rounds."""
-    places = [k for k in (10, 100, 200, 400) if k <= calls] or [calls]
+    places = [*(k for k in (10, 100, 200) if k < calls), calls]
     rows = []
     for name, results in runs.items():
         cells = [name]
         for k in places:
-            near = slice(max(0, min(k, calls) - 10), k)
+            near = slice(max(0, k - 10), k)
             cells.append(f"{1e6 * median(t for r in results for t in r['times'][near]):,.0f}")
         rows.append(cells)
     return table(["µs a call", *(f"{max(1, k - 9)}-{k}" for k in places)], rows)
@@ -222,7 +222,11 @@ def main() -> None:
 
     skipped = {name: missing(name) for name in options.peers if missing(name)}
     names = [name for name in options.peers if name not in skipped]
-    everything: dict[str, Any] = {"machine": machine(), "skipped": skipped, "options": vars(options)}
+    everything: dict[str, Any] = {
+        "machine": machine(),
+        "skipped": skipped,
+        "options": {k: v for k, v in vars(options).items() if k not in ("worker", "json")},
+    }
     pipeline: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     adds: dict[str, list[dict[str, Any]]] = {name: [] for name in names if name in ADDERS}
     memory: dict[str, dict[str, Any]] = {}
@@ -245,8 +249,8 @@ def main() -> None:
         return
 
     print("\n".join(f"{key}: {value}" for key, value in everything["machine"].items()))
-    for name, package in skipped.items():
-        print(f"skipped: {name}, since {package} is not installed; run: {INSTALL}")
+    for package in sorted(set(skipped.values())):
+        print(f"skipped: {', '.join(n for n, p in skipped.items() if p == package)}: no {package}; with it: {INSTALL}")
     if "pipeline" in options.only:
         turns = execution(options.calls, options.tokens)
         tree = Tree("bench")
