@@ -45,6 +45,7 @@ class Case(msgspec.Struct):
     side: str = "A title"  # the answer to calls without tools
     roles: dict[str, int] = msgspec.field(default_factory=lambda: {"main": 3})
     roots: int = 1
+    outside: set[str] = set()  # whom it calls beside the proxy, for want of a switch
     primed: int = 0  # assistant turns that the harness itself made up, before the first call
 
 
@@ -94,6 +95,29 @@ CASES = {
         ],
         roles={"main": 4},
         primed=1,
+    ),
+    "openhands": Case(
+        steps=[
+            Step(SHELL, [("terminal", {"command": "echo 41 > answer.txt", "summary": "Write 41", "security_risk": "LOW"})]),
+            Step(
+                EDIT,
+                [
+                    (
+                        "file_editor",
+                        {
+                            "command": "str_replace",
+                            "path": "{w}/answer.txt",
+                            "old_str": "41",
+                            "new_str": "42",
+                            "summary": "Correct it",
+                            "security_risk": "LOW",
+                        },
+                    )
+                ],
+            ),
+            Step("", [("finish", {"message": DONE, "summary": "Done", "security_risk": "LOW"})]),
+        ],
+        outside={"CONNECT index:443"},
     ),
 }
 IN_CI = ("mini-swe-agent", "codex")
@@ -236,7 +260,7 @@ async def test_a_two_tool_task(bench, tmp_path, fence, name):
     assert code == 0, trouble
     assert (workspace / "answer.txt").read_text() == "42\n", trouble
     assert "done {}" in printed, trouble
-    assert fence.outside == [], "it called somebody else"
+    assert set(fence.outside) <= case.outside, "it called somebody else"
 
     report = json.loads(stdout)
     counters = report["counters"]
