@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -168,10 +169,17 @@ class Replayed:
 
 
 async def replay(
-    bench: Any, http: aiohttp.ClientSession, capture: list[Json], wires: dict[str, Wire] = WIRES
+    bench: Any,
+    http: aiohttp.ClientSession,
+    capture: list[Json],
+    wires: dict[str, Wire] = WIRES,
+    vary: Callable[[Json], Json] = dict,
 ) -> Replayed:
-    """Send a capture; every request must be answered 200, and as it was answered to the harness."""
-    player = _Player(bench, http, await bench.engine(), wires)
+    """Send a capture; every request must be answered 200, and as it was answered to the harness.
+
+    vary: makes another serialisation of a body.
+    """
+    player = _Player(bench, http, await bench.engine(), wires, vary)
     async with bench.proxy(disconnect_grace=60.0) as proxy:
         player.proxy = proxy
         for i, exchange in enumerate(capture):
@@ -192,11 +200,19 @@ async def replay(
 
 
 class _Player:
-    def __init__(self, bench: Any, http: aiohttp.ClientSession, engine: Any, wires: dict[str, Wire]) -> None:
+    def __init__(
+        self,
+        bench: Any,
+        http: aiohttp.ClientSession,
+        engine: Any,
+        wires: dict[str, Wire],
+        vary: Callable[[Json], Json],
+    ) -> None:
         self.bench = bench
         self.http = http
         self.engine = engine
         self.wires = wires
+        self.vary = vary
         self.proxy: Any = None
         self.cuts = 0
         self._ids: dict[str, str] = {}  # call ids of the capture -> this proxy's
@@ -216,7 +232,7 @@ class _Player:
         raw = json.dumps(exchange["body"])
         for theirs, ours in self._ids.items():
             raw = raw.replace(theirs, ours)
-        body = json.loads(raw)
+        body = self.vary(json.loads(raw))
         recorded = exchange["response"]
         failed = recorded.get("type") == "error"  # the harness was told to come again, and did not
         expected = Answer("any", [], "") if failed else wire.answer(recorded.get("message", recorded))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gyre_agent_proxy.conversation import Message
 from gyre_agent_proxy.errors import ModelError, RenderError
-from gyre_agent_proxy.parse import Parsed, cut_at_stop
+from gyre_agent_proxy.parse import Parsed, as_json, cut_at_stop
 from gyre_agent_proxy.render import Extension, Renderer, Tools
 from gyre_agent_proxy.template import as_dicts, protected
 from gyre_agent_proxy.vocabulary import Vocabulary
@@ -138,7 +137,7 @@ class PackagedRenderer:
         for call in found.tool_calls:
             if call.name is not None and str(call.status).endswith("ok"):
                 arguments = call.arguments
-                text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+                text = arguments if isinstance(arguments, str) else as_json(arguments or {})
                 calls.append((call.name, text, call.id))
         text = found.content or ""
         if len(calls) < len(found.tool_calls):

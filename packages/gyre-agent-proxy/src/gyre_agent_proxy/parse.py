@@ -49,11 +49,28 @@ def parse(text: str, *, tools: bool, thinking: bool = False) -> Parsed:
             return match[0]
         if not isinstance(name, str):
             return match[0]
-        calls.append((name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)))
+        written = arguments if isinstance(arguments, str) else as_json(arguments)
+        if not _is_text(name + written):
+            return match[0]
+        calls.append((name, written))
         return ""
 
     left = _CALL.sub(take, text)
     return Parsed(text=left.strip() if calls else left, reasoning=reasoning, calls=tuple(calls))
+
+
+def as_json(value: object) -> str:
+    """`value` as JSON text; half of a surrogate pair, which is no text, stays the escape that the model wrote."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if _is_text(text) else json.dumps(value)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def reasoning_tokens(ids: Sequence[int], reasoning: str | None, vocabulary: Vocabulary) -> int:

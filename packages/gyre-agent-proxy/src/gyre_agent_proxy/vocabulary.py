@@ -17,7 +17,7 @@ from gyre_agent_proxy.errors import ModelError
 
 MARK = "\U0010fffd"  # the last private-use code points: never in a rendered prompt
 SENTINEL = "\U0010fffc"  # stands for a turn's sampled text where a template is rendered around it
-_RESERVED = re.compile(f"[{MARK}{SENTINEL}]")
+_RESERVED = re.compile(f"[{MARK}{SENTINEL}\ud800-\udfff]")  # half a surrogate pair is no text
 
 
 class Vocabulary:

@@ -6,12 +6,16 @@ A dialect is a module: `name`, `read_request`, `answer`, `stream`, `status` and 
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any, Protocol
 
 import msgspec
 
 from gyre_agent_proxy.conversation import Reply, Request
 from gyre_agent_proxy.errors import BadRequest, ProxyError
+
+# An escaped backslash, a whole pair, or (the group) half of one.
+_SURROGATES = re.compile(rb"\\\\|\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-F]\w\w)")
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,14 +115,25 @@ class Body:
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`. Raises `BadRequest`."""
+    """The JSON object in `raw`; half a surrogate pair in it becomes U+FFFD. Raises `BadRequest`.
+
+    Programs whose strings are UTF-16 send such halves, as escapes, where they cut a text within a character.
+    """
     try:
-        data = msgspec.json.decode(raw)
+        try:
+            data = msgspec.json.decode(raw)
+        except msgspec.DecodeError:
+            data = msgspec.json.decode(whole(raw))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise BadRequest(f"the body is not JSON: {e}") from e
     if not isinstance(data, dict):
         raise BadRequest(f"the body must be a JSON object, got {type(data).__name__}")
     return data
+
+
+def whole(raw: bytes) -> bytes:
+    """JSON text without halves of surrogate pairs: each becomes U+FFFD."""
+    return _SURROGATES.sub(lambda m: rb"\ufffd" if m[1] else m[0], raw)
 
 
 def digest_of(data: dict[str, Any], *ignored: str) -> str:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import msgspec
 
 from gyre_agent_proxy.conversation import Conversation, Reply, Request, Sampling, digest
-from gyre_agent_proxy.dialects.base import Body, Defaults, Opening, decode_object, event
+from gyre_agent_proxy.dialects.base import Body, Defaults, Opening, decode_object, event, whole
 from gyre_agent_proxy.dialects.turns import Turns, blocks_of
 from gyre_agent_proxy.errors import BadRequest, NoEngine, ProxyError, TooBusy, TooLong
 
@@ -68,7 +68,7 @@ def read_request(raw: bytes, defaults: Defaults) -> Request:
     other = body.rest
     asked = {k: v for k, v in other.items() if k not in _NEUTRAL}
     if unserved:
-        other["left_out"] = unserved
+        other["tools_left_out"] = unserved
     if billing:
         other["billing_header"] = billing
     same = [model, conversation.messages, tools, unserved, sampling, asked]
@@ -147,7 +147,7 @@ def _stopped(reply: Reply) -> dict[str, Any]:
 def _input(arguments: str) -> dict[str, Any]:
     """The object that `arguments` are, whatever they are."""
     try:
-        value = json.loads(arguments)
+        value = json.loads(whole(arguments.encode()))
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         value = None

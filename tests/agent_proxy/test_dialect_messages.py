@@ -1,0 +1,652 @@
+"""Anthropic Messages through the proxy, with the anthropic client where it is installed, over scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from gyre_agent_proxy import keys
+from gyre_agent_proxy.conversation import Conversation, Message, Reply, Request, Sampling
+from gyre_agent_proxy.dialects import messages
+from gyre_agent_proxy.dialects.base import Defaults, Opening
+from gyre_agent_proxy.errors import BadRequest
+from gyre_traj.log import read_log
+from gyre_traj.records import unpack_ids
+
+anthropic = pytest.importorskip("anthropic")
+
+BASH = {
+    "name": "bash",
+    "description": "Runs a command.",
+    "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+}
+USER = {"role": "user", "content": "hi"}
+LOOK = '<tool_call>\n{"name": "bash", "arguments": {"command": "%s"}}\n</tool_call>'
+
+
+def client(proxy, key="k", **more):
+    return anthropic.AsyncAnthropic(base_url=proxy.url, api_key=key, max_retries=0, timeout=30, **more)
+
+
+def only_log(bench):
+    (path,) = bench.calls.glob("*.gtraj")
+    return read_log(path)
+
+
+async def ask(api, turns, *, stream, **more):
+    """The answer as the client puts it together."""
+    body = {"model": "policy", "max_tokens": 1000, "messages": turns, **more}
+    if not stream:
+        return await api.messages.create(**body)
+    async with api.messages.stream(**body) as events:
+        return await events.get_final_message()
+
+
+def content(message):
+    return [b.to_dict() for b in message.content]
+
+
+def texts(message):
+    return [b.text for b in message.content if b.type == "text"]
+
+
+both = pytest.mark.parametrize("stream", [False, True])
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+@both
+async def test_one_call(bench, stream):
+    engine = await bench.engine()
+    bench.brain.says("Hello <b>world</b>\nüñ")
+    hot = {"temperature": 0.5, "top_p": 0.9, "top_k": 40}
+    async with bench.proxy() as proxy, client(proxy) as api:
+        got = await ask(api, [USER], stream=stream, system="Be brief.", extra_body=hot)
+    assert got.id == f"msg_{only_log(bench).calls[0].call}"
+    assert (got.type, got.role, got.model, got.stop_reason, got.stop_sequence) == (
+        "message",
+        "assistant",
+        "policy",
+        "end_turn",
+        None,
+    )
+    assert content(got) == [{"type": "text", "text": "Hello <b>world</b>\nüñ"}]
+    (sent,) = engine.requests
+    assert got.usage.to_dict() == {
+        "input_tokens": len(sent["input_ids"]),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+        "output_tokens": len(bench.brain.known[0][1]),
+        "server_tool_use": {"web_search_requests": 0, "web_fetch_requests": 0},
+        "service_tier": "standard",
+    }
+    params = sent["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["top_k"], params["max_new_tokens"]) == (0.5, 0.9, 40, 1000)
+    assert "Be brief." in bench.renderer.vocabulary.decode(sent["input_ids"])
+
+
+@both
+async def test_tools_called_at_once_and_their_results(bench, stream):
+    await bench.engine()
+    bench.brain.says("I look.\n" + LOOK % "echo hi" + LOOK % "ls", "done")
+    async with bench.proxy() as proxy, client(proxy) as api:
+        got = await ask(api, [USER], stream=stream, tools=[BASH])
+        assert got.stop_reason == "tool_use"
+        text, one, two = content(got)
+        assert text == {"type": "text", "text": "I look."}
+        assert [(b["type"], b["name"], b["input"]) for b in (one, two)] == [
+            ("tool_use", "bash", {"command": "echo hi"}),
+            ("tool_use", "bash", {"command": "ls"}),
+        ]
+        assert one["id"] != two["id"]
+        results = [
+            {"type": "tool_result", "tool_use_id": two["id"], "content": [{"type": "text", "text": "a b"}]},
+            {"type": "tool_result", "tool_use_id": one["id"], "content": "no such file", "is_error": True},
+            {"type": "text", "text": "and now?"},
+        ]
+        turns = [USER, {"role": "assistant", "content": content(got)}, {"role": "user", "content": results}]
+        assert texts(await ask(api, turns, stream=stream, tools=[BASH])) == ["done"]
+    first, second = only_log(bench).calls
+    assert second.parent == first.call
+    assert bench.renderer.vocabulary.decode(unpack_ids(second.prompt)) == (
+        "\n<|im_start|>user\n<tool_response>\n<error>no such file</error>\n</tool_response>\n"
+        "<tool_response>\na b\n</tool_response><|im_end|>\n<|im_start|>user\nand now?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ), "in the order of the calls, then what the user says"
+
+
+@both
+async def test_thinking_goes_out_with_a_signature_and_comes_back(bench, stream):
+    await bench.engine()
+    bench.brain.says("<think>\nI should look.\n</think>\n\nLooking.", "<think>\nwell\n</think>\n\n", "done")
+    async with bench.proxy() as proxy, client(proxy) as api:
+        got = await ask(api, [USER], stream=stream, thinking={"type": "adaptive"})
+        thought, said = content(got)
+        assert thought["type"] == "thinking"
+        assert thought["thinking"] == "I should look."
+        assert thought["signature"]
+        assert said == {"type": "text", "text": "Looking."}
+        turns = [USER, {"role": "assistant", "content": [thought, said]}, USER]
+        only = await ask(api, turns, stream=stream)
+        assert [b["type"] for b in content(only)] == ["thinking"]
+        # Whoever leaves the thinking out continues the same call; whoever changes it does not.
+        turns = [USER, {"role": "assistant", "content": [said]}, {"role": "user", "content": "go on"}]
+        await ask(api, turns, stream=stream)
+        turns[1] = {"role": "assistant", "content": [thought | {"thinking": "other"}, said]}
+        await ask(api, turns, stream=stream)
+    calls = only_log(bench).calls
+    assert [c.parent for c in calls] == [None, calls[0].call, calls[0].call, None]
+    assert calls[0].request["thinking"] == {"type": "adaptive"}
+
+
+@both
+async def test_why_it_stopped(bench, stream):
+    await bench.engine()
+    bench.brain.says("some code ``` and more", "one two three four", LOOK % "ls", "")
+    async with bench.proxy() as proxy, client(proxy) as api:
+        got = await ask(api, [USER], stream=stream, stop_sequences=["~~~", "```"])
+        assert (texts(got), got.stop_reason, got.stop_sequence) == (["some code "], "stop_sequence", "```")
+        got = await ask(api, [{"role": "user", "content": "ho"}], stream=stream, max_tokens=3)
+        assert (got.stop_reason, got.stop_sequence, got.usage.output_tokens) == ("max_tokens", None, 3)
+        got = await ask(api, [{"role": "user", "content": "look"}], stream=stream, tools=[BASH])
+        assert [b["type"] for b in content(got)] == ["tool_use"]
+        assert got.stop_reason == "tool_use"
+        got = await ask(api, [{"role": "user", "content": "nothing"}], stream=stream)
+        assert (content(got), got.stop_reason) == ([{"type": "text", "text": ""}], "end_turn")
+
+
+@both
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ('{"a": 1, "b": 1.50, "c": 123456789012345678901234567890, "d": "\\ud83d"}', None),
+        ("{}", None),
+        ('"ls -l"', {"raw_arguments": "ls -l"}),
+        ("[1, 2]", {"raw_arguments": "[1, 2]"}),
+        ('{"a": NaN}', {"raw_arguments": '{"a": NaN}'}),
+        ('{"a": 1e999}', {"raw_arguments": '{"a": Infinity}'}),
+    ],
+)
+async def test_whatever_the_arguments_are_the_input_is_an_object(bench, http, stream, arguments, given):
+    await bench.engine()
+    bench.brain.says('<tool_call>\n{"name": "bash", "arguments": ' + arguments + "}\n</tool_call>", "done")
+    async with bench.proxy() as proxy, client(proxy) as api:
+        got = await ask(api, [USER], stream=stream, tools=[BASH])
+        (block,) = content(got)
+        assert block["input"] == (json.loads(arguments.replace("\\ud83d", "\\ufffd")) if given is None else given)
+        result = {"type": "tool_result", "tool_use_id": block["id"]}
+        turns = [USER, {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+        body = {"messages": turns, "tools": [BASH]}
+        async with http.post(f"{proxy.url}/v1/messages", json=body, headers={"x-api-key": "k"}) as response:
+            assert response.status == 200
+        assert proxy.service.metrics.counts["forks"] == 0
+    first, second = only_log(bench).calls
+    assert second.parent == first.call
+
+
+async def test_what_was_cached_is_told_apart():
+    reply = Reply(call="c", text="x", prompt_tokens=100, cached_tokens=64, completion_tokens=5)
+    request = Request(
+        conversation=Conversation(messages=()), sampling=Sampling(max_tokens=9), dialect="messages", model="m"
+    )
+    usage = messages.answer(reply, request, "m")["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (36, 64, 5)
+    encoder = messages.stream(Opening(call="c", created=0, model="m", prompt_tokens=100), request)
+    assert b'"input_tokens":100' in encoder.begin()
+    assert json.dumps(usage, separators=(",", ":")).encode() in encoder.finish(reply, "x")
+
+
+# --- streams -------------------------------------------------------------------------------------------------------
+
+
+async def stream_of(http, proxy, **body):
+    """The raw events of a stream: their names agree with their types."""
+    body = {"messages": [USER], "stream": True, **body}
+    async with http.post(f"{proxy.url}/v1/messages?beta=true", json=body, headers={"x-api-key": "k"}) as response:
+        assert response.status == 200
+        assert response.headers["request-id"].startswith("req_")
+        raw = await response.text()
+    events = []
+    for part in raw.strip().split("\n\n"):
+        name, data = part.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+async def test_the_events_of_a_stream(bench, http):
+    await bench.engine()
+    bench.brain.says("<think>\nhm\n</think>\n\nI look." + LOOK % "ls" + LOOK % "pwd")
+    async with bench.proxy() as proxy:
+        events = await stream_of(http, proxy, tools=[BASH])
+    assert [e["type"] for e in events if e["type"] != "content_block_delta"] == [
+        "message_start",
+        "ping",
+        *["content_block_start", "content_block_stop"] * 4,
+        "message_delta",
+        "message_stop",
+    ]
+    start = events[0]["message"]
+    assert (start["content"], start["stop_reason"], start["usage"]["output_tokens"]) == ([], None, 0)
+    begun = [(e["index"], e["content_block"]["type"]) for e in events if e["type"] == "content_block_start"]
+    assert begun == [(0, "thinking"), (1, "text"), (2, "tool_use"), (3, "tool_use")]
+    deltas = [(e["index"], e["delta"]["type"]) for e in events if e["type"] == "content_block_delta"]
+    assert deltas == [
+        (0, "thinking_delta"),
+        (0, "signature_delta"),
+        (1, "text_delta"),
+        (2, "input_json_delta"),
+        (3, "input_json_delta"),
+    ]
+
+
+async def test_text_is_streamed_as_it_comes_and_pings_fill_a_pause(bench, http):
+    engine = await bench.engine()
+    engine.hold = 12
+    bench.brain.says("a long answer of several words and then some more")
+    async with bench.proxy(keepalive=0.05) as proxy:
+        body = {"messages": [USER], "stream": True}
+        async with http.post(f"{proxy.url}/v1/messages", json=body, headers={"x-api-key": "k"}) as response:
+            raw = b""
+            while raw.count(b"event: ping") < 4:  # one belongs to the beginning
+                raw += await response.content.readany()
+            assert b"text_delta" in raw
+            assert b"message_stop" not in raw
+            engine.release()
+            raw += await response.read()
+    events = [json.loads(x[6:]) for x in raw.decode().splitlines() if x.startswith("data: ")]
+    deltas = [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"]
+    assert len(deltas) > 1
+    assert "".join(deltas) == "a long answer of several words and then some more"
+    assert [e["type"] for e in events].count("content_block_start") == 1
+
+
+async def test_a_failure_after_the_stream_began_is_an_error_event(bench):
+    engine = await bench.engine()
+    bench.brain.says("a long answer of several words")
+    engine.hold = 8
+    async with bench.proxy(attempts=1, keepalive=0.05) as proxy, client(proxy) as api:
+        events = await api.messages.create(model="m", max_tokens=99, messages=[USER], stream=True)
+        assert (await anext(aiter(events))).type == "message_start"
+        engine.report = (8, {"message": "out of memory", "code": 500})
+        engine.release()
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            [event async for event in events]
+    assert caught.value.body["error"]["type"] == "api_error"
+    assert "out of memory" in caught.value.body["error"]["message"]
+
+
+async def test_a_cut_stream_is_repeated_without_streaming_and_gets_the_same_answer(bench, http):
+    engine = await bench.engine()
+    bench.brain.says("the one answer")
+    engine.hold = 2
+    block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.%s;"}
+    body = {
+        "model": "m",
+        "max_tokens": 1000,
+        "system": [header | {"text": header["text"] % "d2c"}, {"type": "text", "text": "Be brief."}],
+        "messages": [{"role": "user", "content": [block]}],
+        "metadata": {"user_id": "u1"},
+    }
+    again = body | {
+        "system": [header | {"text": header["text"] % "7lo"}, {"type": "text", "text": "Be brief."}],
+        "messages": [USER],
+        "metadata": {"user_id": "u2"},
+    }
+    async with bench.proxy(disconnect_grace=60.0) as proxy, client(proxy) as api:
+        url, headers = f"{proxy.url}/v1/messages", {"x-api-key": "k"}
+        cut = asyncio.create_task(http.post(url, json={**body, "stream": True}, headers=headers))
+        await engine.held.wait()
+        cut.cancel()
+        other = asyncio.create_task(api.messages.create(**again, extra_body={"temperature": 0.5}))
+        joined = asyncio.create_task(api.messages.create(**again))
+        while proxy.service.metrics.counts["duplicates"] == 0 or len(engine.requests) < 2:
+            await asyncio.sleep(0.01)
+        engine.release()
+        assert texts(await joined) == ["the one answer"]
+        await other
+        assert proxy.service.metrics.counts["duplicates"] == 1, "another temperature is another request"
+        await api.messages.create(**again)
+        assert proxy.service.metrics.counts["duplicates"] == 1, "after delivery it is a new sample"
+    assert len(engine.requests) == 3
+    assert only_log(bench).calls[0].request["billing_header"].startswith("x-anthropic-billing-header: cc_version")
+
+
+@pytest.mark.parametrize("said", ["one two three four", "<think>\none two three", LOOK % "one two three"])
+async def test_a_turn_cut_by_the_limit_is_resumed(bench, said):
+    await bench.engine()
+    cut = bench.renderer.vocabulary.encode(said)[:-4]
+    bench.brain.says(cut, "done")
+    async with bench.proxy() as proxy, client(proxy) as api:
+        got = await ask(api, [USER], stream=True, tools=[BASH], max_tokens=len(cut))
+        assert got.stop_reason == "max_tokens"
+        resume = {"role": "user", "content": "Output token limit hit. Resume directly."}
+        await ask(api, [USER, {"role": "assistant", "content": content(got)}, resume], stream=False, tools=[BASH])
+        assert proxy.service.metrics.counts["foreign_turns"] == 0
+    first, second = only_log(bench).calls
+    assert (first.finish, second.parent) == ("length", first.call)
+    (span,) = second.inserted
+    closing = bench.renderer.vocabulary.decode(unpack_ids(second.prompt)[slice(*span)])
+    assert closing == ("\n</think>\n\n<|im_end|>\n" if "<think>" in said else "<|im_end|>\n")
+
+
+# --- everything beside ---------------------------------------------------------------------------------------------
+
+
+async def test_tokens_are_counted_exactly_and_nothing_changes(bench):
+    engine = await bench.engine()
+    bench.brain.says("<think>\nhm\n</think>\n\nHello")
+    async with bench.proxy() as proxy, client(proxy) as api:
+        count = await api.messages.count_tokens(model="m", messages=[USER], system="s", tools=[BASH])
+        assert not list(bench.calls.glob("*")), "an execution begins with its first call"
+        got = await ask(api, [USER], stream=False, system="s", tools=[BASH])
+        assert count.input_tokens == got.usage.input_tokens == len(engine.requests[0]["input_ids"])
+        turns = [USER, {"role": "assistant", "content": texts(got)[0]}, USER]
+        before = dict(proxy.service.metrics.counts)
+        count = await api.messages.count_tokens(model="m", messages=turns, system="s", tools=[BASH])
+        assert proxy.service.metrics.counts == before
+        await ask(api, turns, stream=False, system="s", tools=[BASH])
+        assert count.input_tokens == len(engine.requests[1]["input_ids"]), "the thinking stays on the path"
+        with pytest.raises(anthropic.BadRequestError):
+            await api.messages.count_tokens(model="m", messages=[])
+    async with bench.proxy() as proxy, client(proxy) as api:
+        again = await api.messages.count_tokens(model="m", messages=turns, system="s", tools=[BASH])
+        assert again.input_tokens == count.input_tokens, "after a restart too"
+    assert len(only_log(bench).calls) == len(engine.requests) == 2
+
+
+async def test_liveness_and_models(bench, http):
+    async with bench.proxy(context=4096) as proxy, client(proxy) as api:
+        for method in ("HEAD", "GET"):
+            async with http.request(method, f"{proxy.url}/") as response:
+                assert response.status == 200
+        page = await api.models.list()
+        assert [(m.id, m.type, m.max_input_tokens) for m in page.data] == [("policy", "model", 4096)]
+        assert not page.has_more
+        assert (await api.models.retrieve("any/other")).id == "any/other"
+        async with http.get(f"{proxy.url}/v1/models/x", headers={"Authorization": "Bearer k"}) as response:
+            assert (await response.json())["object"] == "model"
+
+
+async def test_what_cannot_be_used_is_counted_and_kept_in_the_record(bench):
+    engine = await bench.engine()
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    async with bench.proxy() as proxy, client(proxy) as api:
+        await ask(
+            api,
+            [{"role": "user", "content": [image, {"type": "text", "text": "what?"}]}],
+            stream=False,
+            tools=[BASH, search],
+            tool_choice={"type": "auto"},
+            thinking={"type": "enabled", "budget_tokens": 1024},
+            metadata={"user_id": "u"},
+            extra_body={"output_config": {"effort": "high"}, "odd": [1]},
+        )
+        counts = proxy.service.metrics.counts
+        assert (counts["left_out"], counts["media_omitted"]) == (1, 1)
+    (call,) = only_log(bench).calls
+    kept = call.request
+    assert kept["tools_left_out"] == [search]
+    assert (kept["tool_choice"], kept["output_config"], kept["odd"]) == ({"type": "auto"}, {"effort": "high"}, [1])
+    assert kept["thinking"] == {"type": "enabled", "budget_tokens": 1024}
+    assert call.dialect == "messages"
+    prompt = bench.renderer.vocabulary.decode(engine.requests[0]["input_ids"])
+    assert "[image omitted: this model reads text only]\nwhat?" in prompt
+    assert "web_search" not in prompt
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "body", "status", "kind"),
+    [
+        ("POST", "/v1/messages", {}, b"{}", 401, "authentication_error"),
+        ("POST", "/v1/messages", {"Authorization": "Basic x"}, b"{}", 401, "authentication_error"),
+        ("POST", "/v1/messages", {"Authorization": "Bearer k"}, b"{", 400, "invalid_request_error"),
+        ("POST", "/v1/messages?beta=true", {"x-api-key": "k"}, b"{}", 400, "invalid_request_error"),
+        ("POST", "/v1/messages", {"x-api-key": "k"}, b" " * 5000, 413, "request_too_large"),
+        ("POST", "/v1/messages/count_tokens", {"x-api-key": "k"}, b"[]", 400, "invalid_request_error"),
+        ("POST", "/v1/messages/count_tokens", {}, b"[]", 401, "authentication_error"),
+        ("GET", "/v1/messages", {"x-api-key": "k"}, None, 405, "invalid_request_error"),
+        ("GET", "/v1/nothing", {"anthropic-version": "2023-06-01"}, None, 404, "not_found_error"),
+        ("GET", "/v1/models", {"anthropic-version": "2023-06-01"}, None, 401, "authentication_error"),
+    ],
+)
+async def test_errors_have_anthropic_s_shape(bench, http, method, path, headers, body, status, kind):
+    async with (
+        bench.proxy(max_body=4000) as proxy,
+        http.request(method, proxy.url + path, data=body, headers=headers) as response,
+    ):
+        assert response.status == status
+        error = await response.json()
+    assert set(error) == {"type", "error", "request_id"}
+    assert (error["type"], error["error"]["type"]) == ("error", kind)
+    assert error["error"]["message"]
+    assert response.headers["request-id"] == error["request_id"]
+    assert not list(bench.calls.glob("*")), "a refused request leaves nothing behind"
+
+
+async def test_overload_is_529_and_says_when_to_come_again(bench):
+    engine = await bench.engine()
+    engine.hold = 1
+    async with bench.proxy(queue=1) as proxy, client(proxy) as api:
+        running = asyncio.create_task(ask(api, [USER], stream=False))
+        await engine.held.wait()
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            await ask(api, [{"role": "user", "content": "other"}], stream=True)
+        engine.release()
+        await running
+    assert caught.value.status_code == 529
+    assert caught.value.body["error"]["type"] == "overloaded_error"
+    assert caught.value.response.headers["retry-after"] == "1"
+
+
+@both
+async def test_without_an_engine_too(bench, stream):
+    async with bench.proxy(engines=(), route_wait=0.05) as proxy, client(proxy) as api:
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            await ask(api, [USER], stream=stream)
+    assert caught.value.status_code == 529
+    assert caught.value.response.headers["retry-after"]
+
+
+async def test_other_errors_have_their_status(bench, http):
+    engine = await bench.engine()
+    secret = b"s" * 64
+    key = keys.make_key(secret, "e1")
+    async with bench.proxy(secret, context=20, attempts=1) as proxy, client(proxy, key) as api:
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 20 maximum"):
+            await ask(api, [{"role": "user", "content": "hi " * 50}], stream=True)
+        engine.report = (1, {"message": "out of memory", "code": 500})
+        with pytest.raises(anthropic.InternalServerError) as caught:
+            await ask(api, [{"role": "user", "content": ""}], stream=False)
+        assert (caught.value.status_code, caught.value.body["error"]["type"]) == (500, "api_error")
+        url = f"{proxy.url}/gyre/executions/e1/close"
+        async with http.post(url, headers={"x-api-key": key}) as response:
+            assert response.status == 200
+        with pytest.raises(anthropic.PermissionDeniedError) as caught:
+            await ask(api, [USER], stream=False)
+        assert caught.value.body["error"]["type"] == "permission_error"
+        async with client(proxy, "sk-gyre-e1.forged") as forged:
+            with pytest.raises(anthropic.AuthenticationError):
+                await ask(forged, [USER], stream=False)
+
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+
+def read(media="note", **body):
+    raw = json.dumps({"messages": [USER], **body}).encode()
+    return messages.read_request(raw, Defaults(max_tokens=77, media=media))
+
+
+def turns(*raw, **body):
+    return read(messages=list(raw), **body).conversation.messages
+
+
+def use(call="c1", name="bash", **given):
+    return {"type": "tool_use", "id": call, "name": name, "input": given}
+
+
+def result(call="c1", *content, **more):
+    return {"type": "tool_result", "tool_use_id": call, "content": list(content), **more}
+
+
+def text(value, **more):
+    return {"type": "text", "text": value, **more}
+
+
+def said(*blocks):
+    return {"role": "assistant", "content": list(blocks)}
+
+
+def user(*blocks):
+    return {"role": "user", "content": list(blocks)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([USER], [user(text("hi", cache_control={"type": "ephemeral"}, citations=None))]),
+        ([USER, said()], [USER, {"role": "assistant", "content": None}]),
+        ([USER, said(text("x"))], [USER, {"role": "assistant", "content": "x"}]),
+        ([user(text("a"), text("b"))], [user(text("a")), {"role": "user", "content": "b"}]),
+        ([USER, said(text("x"), use(a=1))], [USER, said(text("x")), said(use(a=1))]),
+        ([USER, said(use(a=1), use("c2"))], [USER, said(use(a=1)), said(use("c2"))]),
+        (
+            [USER, said(use("c1"), use("c2")), user(result("c1", text("1")), result("c2", text("2")), text("x"))],
+            [USER, said(use("c1"), use("c2")), user(result("c2", text("2"))), user(text("x"), result("c1", "1"))],
+        ),
+        ([USER, said(use()), user(result("c1"))], [USER, said(use()), user(result() | {"content": ""})]),
+        (
+            [USER, {"role": "system", "content": "rule"}],
+            [user(text("hi")), {"role": "system", "content": [text("rule")]}],
+        ),
+    ],
+)
+def test_contents_that_say_the_same_are_the_same(one, other):
+    assert turns(*one) == turns(*other)
+    assert read(messages=one).digest == read(messages=other).digest
+
+
+def test_the_system_prompt():
+    header = text("x-anthropic-billing-header: cc_version=1;")
+    for system in ("a\nb", [text("a"), text("b")], [header, text("a"), text("b", cache_control={})]):
+        assert turns(USER, system=system)[0] == Message(role="system", text="a\nb")
+    assert read(system=[header]).other["billing_header"] == header["text"]
+    assert [m.role for m in turns(USER, system=[header])] == ["user"]
+    assert turns(USER, system="x-anthropic-billing-header: v;\nrest")[0].text == "rest"
+    assert turns({"role": "system", "content": "b"}, USER, system="a")[0].text == "a\nb"
+
+
+def test_a_later_system_message_stays_in_place():
+    system = {"role": "system", "content": "rule"}
+    got = turns(USER, system, said(use()), user(result("c1", text("out"))), system, said(text("x")), USER)
+    reminder = "<system-reminder>\nrule\n</system-reminder>"
+    assert [(m.role, m.text) for m in got] == [
+        ("user", f"hi\n{reminder}"),
+        ("assistant", ""),
+        ("tool", "out"),
+        ("user", reminder),
+        ("assistant", "x"),
+        ("user", "hi"),
+    ]
+
+
+def test_tools_in_the_form_templates_expect():
+    request = read(tools=[BASH | {"cache_control": {}, "type": "custom", "defer_loading": True}, {"name": "f"}])
+    assert request.conversation.tools == (
+        {
+            "type": "function",
+            "function": {
+                "name": "bash",
+                "description": "Runs a command.",
+                "parameters": BASH["input_schema"],
+            },
+        },
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}},
+    )
+
+
+def test_results_know_their_tool_and_odd_parts_become_notes():
+    reference = {"type": "tool_reference", "tool_name": "bash"}
+    found = {"type": "search_result", "source": "s", "title": "t", "content": [text("found")]}
+    document = {"type": "document", "source": {"type": "base64", "data": "AA"}}
+    inner = (text("a\n"), found, reference, document)
+    request = read(messages=[USER, said(use(name="look")), user(result("c1", *inner))])
+    got = request.conversation.messages[-1]
+    assert (got.name, got.call_id) == ("look", "c1")
+    assert got.text == "a\nfound\n[tool 'bash']\n[file omitted: this model reads text only]"
+    assert request.omitted == 1
+    foreign = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}}
+    sealed = {"type": "redacted_thinking", "data": "x"}
+    request = read(messages=[USER, said(sealed, foreign, text(" b")), USER])
+    got = request.conversation.messages[1]
+    assert got.reasoning is None
+    assert got.text == "[server_tool_use omitted: this model reads text only] b"
+
+
+def test_the_last_words_of_the_user_are_what_roles_are_told_by():
+    asks = [
+        [user(text("first"), text("CRITICAL: x"))],
+        [user(text("CRITICAL: x"), text("<system-reminder>\nr\n</system-reminder>"))],
+        [user(text("CRITICAL: x")), {"role": "system", "content": "rule"}],
+        [user(text("CRITICAL: x")), said(use()), user(result("c1", text("denied")))],
+    ]
+    for raw in asks:
+        assert read(messages=raw).conversation.asks == "CRITICAL: x"
+
+
+def test_limits_and_defaults():
+    assert read().sampling == Sampling(max_tokens=77)
+    assert read(top_p=0).sampling.top_p > 0
+    assert read(stop_sequences=["a", ""]).sampling.stop == ("a",)
+    same = {"metadata": {"user_id": "x"}, "stream": True, "cache_control": {}, "service_tier": "auto"}
+    assert read(**same).digest == read().digest
+    for other in ({"temperature": 0.5}, {"model": "x"}, {"thinking": {"type": "disabled"}}, {"tools": [BASH]}):
+        assert read(**other).digest != read().digest
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ({"messages": None}, "at least one message"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": [1]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "expected user, assistant or system, got 'tool'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content"),
+        ({"messages": [user(5)]}, "a block with a type"),
+        ({"messages": [user({"type": 5})]}, "a block with a type"),
+        ({"messages": [user({"type": "text"})]}, "a text part"),
+        ({"messages": [user(use())]}, "its role is assistant"),
+        ({"messages": [user({"type": "tool_result"})]}, "tool_use_id"),
+        ({"messages": [said(result())]}, "belongs into a user message"),
+        ({"messages": [said({"type": "tool_use", "name": "x", "input": {}})]}, "id: expected a string"),
+        ({"messages": [said({"type": "thinking"})]}, "thinking: expected a string"),
+        ({"system": 5}, "system"),
+        ({"system": [5]}, "system"),
+        ({"tools": [{"description": "x"}]}, r"tools\[0\]"),
+        ({"tools": [BASH | {"input_schema": 5}]}, r"tools\[0\]"),
+        ({"tools": ["bash"]}, "tools"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": 10**30}, "top_k"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"stream": "yes"}, "stream"),
+        ({"messages": [user({"type": "image", "source": {}})]}, "reads text only"),
+    ],
+)
+def test_wrong_requests_name_what_is_wrong(body, complaint):
+    with pytest.raises(BadRequest, match=complaint):
+        read("refuse", **body)
+
+
+def test_half_a_character_is_no_reason_to_refuse():
+    raw = b'{"messages": [{"role": "user", "content": ["cut \\ud83d", "\\\\ud83d\\ud83d\\ude00"]}]}'
+    (message,) = messages.read_request(raw, Defaults()).conversation.messages
+    assert message.text == "cut \ufffd\n\\ud83d\U0001f600"
