@@ -21,7 +21,7 @@ from gyre_traj.log import Log
 from gyre_traj.page_data import PageData, page_data
 from gyre_traj.text import Decoder
 
-_SCRIPTS = ("base", "tree", "timeline", "passage", "detail", "transcript", "lists", "main")
+_SCRIPTS = ("base", "tree", "tree_input", "timeline", "passage", "curve", "detail", "transcript", "lists", "main")
 _UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # in JSON these occur within strings only
 
 

@@ -6,17 +6,23 @@ const detail = (() => {
   const roleChip = (role) => chip(clip(role, 60), "", roleColour(role));
   const facts = (...pairs) => {
     const list = el("dl", "facts");
-    for (const [name, ...value] of pairs) if (value.some((v) => v !== "" && v !== null)) list.append(el("dt", "", name), el("dd", "", ...value));
+    for (const [name, ...value] of pairs)
+      if (value.some((v) => v !== "" && v !== null)) list.append(el("dt", "", name), el("dd", "", ...value));
     return list;
   };
   const link = (call) => button(calls[call].name, () => select(call), "link");
-  const links = (found) => found.slice(0, 12).flatMap((call, i) => [i ? " " : "", link(call)]).concat(found.length > 12 ? ` and ${found.length - 12} more` : "");
+  const links = (found) =>
+    found
+      .slice(0, 12)
+      .flatMap((call, i) => [i ? " " : "", link(call)])
+      .concat(found.length > 12 ? ` and ${found.length - 12} more` : "");
   // A reason names calls by their whole id: make those links.
   function reason(text) {
     return text.split(/( |(?=[:,]))/).map((word) => (byId.has(word) ? link(byId.get(word)) : word));
   }
   function table(head, lines) {
-    const node = el("table"), first = el("tr");
+    const node = el("table"),
+      first = el("tr");
     for (const [name, kind = ""] of head) first.append(el("th", kind, name));
     node.append(el("thead", "", first));
     const body = el("tbody");
@@ -33,22 +39,33 @@ const detail = (() => {
   }
   function afterwards(call) {
     if (!call.output) return ["generated nothing: it is nobody's parent"];
-    if (!call.down.length) return call.leaf >= 0 ? ["nothing continues it: a leaf, ", button(`trajectory ${call.leaf + 1}`, () => select(-1, call.leaf), "link")] : ["nothing continues it"];
-    const split = call.bars.length > 1 ? ` · forked inside its output after ${plural(bars[call.bars[1]].offset, "token")}` : "";
-    return [call.down.length > 1 ? `${call.down.length} calls continue it: ` : "continued by ", ...links(call.down), split];
+    if (!call.down.length)
+      return call.leaf >= 0
+        ? ["nothing continues it: a leaf, ", button(`trajectory ${call.leaf + 1}`, () => select(-1, call.leaf), "link")]
+        : ["nothing continues it"];
+    const split =
+      call.bars.length > 1 ? ` · forked inside its output after ${plural(bars[call.bars[1]].offset, "token")}` : "";
+    return [
+      call.down.length > 1 ? `${call.down.length} calls continue it: ` : "continued by ",
+      ...links(call.down),
+      split,
+    ];
   }
 
-  function shared(call) { // of its prompt, tokens that older calls brought
+  function shared(call) {
+    // of its prompt, tokens that older calls brought
     let sum = 0;
     for (const i of path(call.bars.length ? bars[call.bars[0]].parent : call.bar)) {
-      const bar = bars[i], from = Math.max(bar.start, call.prefix);
+      const bar = bars[i],
+        from = Math.max(bar.start, call.prefix);
       if (bar.end > from && (bar.sampled || bar.call !== call.i)) sum += bar.end - from;
     }
     return sum;
   }
 
   function callDetail(call) {
-    const took = call.ended - call.started, timed = page.began > 0 && call.ended > 0;
+    const took = call.ended - call.started,
+      timed = page.began > 0 && call.ended > 0;
     const known = shared(call);
     const title = el("h2", "", roleChip(call.role), el("span", "mono", call.name));
     if (call.leaf >= 0) title.append(chip("leaf"));
@@ -66,8 +83,20 @@ const detail = (() => {
         ["tokens", `${whole(call.prefix)} before + ${whole(call.prompt)} prompt → ${whole(call.output)} sampled`],
         ["finish", visible(call.finish), call.stop ? ` at ${visible(JSON.stringify(call.stop))}` : ""],
         ["delivered", call.delivered ? "yes" : "no: the harness never got the whole answer, as far as is recorded"],
-        ["trainable", call.output ? (call.untrainable ? `no: ${visible(call.untrainable)}` : `yes, ${plural(call.output, "token")}`) : ""],
-        ["time", timed ? `${duration(call.started)} after the first call, for ${duration(took)}${took > 0 && call.output ? `: ${(call.output / took).toFixed(1)} tokens a second` : ""}` : ""],
+        [
+          "trainable",
+          call.output
+            ? call.untrainable
+              ? `no: ${visible(call.untrainable)}`
+              : `yes, ${plural(call.output, "token")}`
+            : "",
+        ],
+        [
+          "time",
+          timed
+            ? `${duration(call.started)} after the first call, for ${duration(took)}${took > 0 && call.output ? `: ${(call.output / took).toFixed(1)} tokens a second` : ""}`
+            : "",
+        ],
         ["engine", call.attempts.length === 1 ? attempt(call) : call.attempts.length ? "" : "not recorded"],
         ["versions", ...versions(call)],
         ["dialect", visible(call.dialect)],
@@ -75,26 +104,76 @@ const detail = (() => {
     ];
     if (call.attempts.length > 1) {
       nodes.push(el("h3", "", `${call.attempts.length} attempts`));
-      nodes.push(table([["engine"], ["tokens", "n"], ["ended", "wide"]], call.attempts.map(([engine, tokens, end]) => [visible(clip(page.engines[engine], 80)), whole(tokens), visible(end)])));
+      nodes.push(
+        table(
+          [["engine"], ["tokens", "n"], ["ended", "wide"]],
+          call.attempts.map(([engine, tokens, end]) => [
+            visible(clip(page.engines[engine], 80)),
+            whole(tokens),
+            visible(end),
+          ]),
+        ),
+      );
     }
-    if (call.curve) nodes.push(...curve(call));
-    if (call.output) nodes.push(el("h3", "", "Output", el("span", "note", plural(call.output, "token"))), ...folded(passage(call.after, { size: call.output, first: call.prefix + call.prompt, out: true }), call.after));
+    if (call.curve) nodes.push(...curve(call, jump));
+    if (call.output)
+      nodes.push(
+        el("h3", "", "Output", el("span", "note", plural(call.output, "token"))),
+        ...folded(passage(call.after, { size: call.output, first: call.prefix + call.prompt, out: true }), call.after),
+      );
     const had = known ? `, ${whole(known)} of them brought by older calls` : "";
-    nodes.push(el("h3", "", "Prompt", el("span", "note", call.prompt ? `${plural(call.prompt, "token")}${call.parent >= 0 ? " after its parent's" : ""}${had}` : "nothing new")));
-    if (call.prompt) nodes.push(...folded(passage(call.before, { size: call.prompt, first: call.prefix, inserted: call.inserted }), call.before));
+    nodes.push(
+      el(
+        "h3",
+        "",
+        "Prompt",
+        el(
+          "span",
+          "note",
+          call.prompt
+            ? `${plural(call.prompt, "token")}${call.parent >= 0 ? " after its parent's" : ""}${had}`
+            : "nothing new",
+        ),
+      ),
+    );
+    if (call.prompt)
+      nodes.push(
+        ...folded(
+          passage(call.before, { size: call.prompt, first: call.prefix, inserted: call.inserted }),
+          call.before,
+        ),
+      );
     nodes.push(settings("Sampling", page.settings[call.sampling]));
-    nodes.push(settings("Record", [["call", call.call], ["tools hash", call.tools], ["template hash", call.template], ...page.settings[call.request].map(([k, v]) => [`request: ${k}`, v])].filter(([, v]) => v)));
+    nodes.push(
+      settings(
+        "Record",
+        [
+          ["call", call.call],
+          ["tools hash", call.tools],
+          ["template hash", call.template],
+          ...page.settings[call.request].map(([k, v]) => [`request: ${k}`, v]),
+        ].filter(([, v]) => v),
+      ),
+    );
     return nodes;
   }
 
   function attempt(call) {
     const [[engine, tokens, end]] = call.attempts;
-    return visible(clip(page.engines[engine], 80)) + (tokens === call.output ? "" : `, ${plural(tokens, "token")}`) + (end === call.finish ? "" : `, ended: ${end}`);
+    return (
+      visible(clip(page.engines[engine], 80)) +
+      (tokens === call.output ? "" : `, ${plural(tokens, "token")}`) +
+      (end === call.finish ? "" : `, ended: ${end}`)
+    );
   }
   function versions(call) {
     if (!call.versions.length) return [call.output ? "not recorded" : ""];
     if (call.versions.length === 1) return [`${call.versions[0][0]}`];
-    return call.versions.flatMap(([v, a, b], i) => [i ? ", " : "", key(versionColour(v), "dot"), ` ${v} (${whole(a)}–${whole(b)})`]);
+    return call.versions.flatMap(([v, a, b], i) => [
+      i ? ", " : "",
+      key(versionColour(v), "dot"),
+      ` ${v} (${whole(a)}–${whole(b)})`,
+    ]);
   }
 
   function settings(name, pairs) {
@@ -103,73 +182,25 @@ const detail = (() => {
     return pairs.length ? box_ : "";
   }
 
-  function curve(call) {
-    const { means, lows = [], width = 1, surprises = [], mean } = call.curve;
-    const n = means.length, all = [...means, ...lows].filter((v) => v !== null && v !== undefined);
-    const least = Math.min(-100, ...all), H = 60, W = 1000;
-    const px = (i) => (n > 1 ? (i / (n - 1)) * W : W / 2), py = (v) => 2 + (Math.max(least, Math.min(0, v ?? least)) / least) * (H - 4);
-    const svg = $("svg").cloneNode();
-    const add = (tag, name, attributes) => {
-      const node = document.createElementNS(svg.namespaceURI, tag);
-      node.setAttribute("class", name);
-      for (const [k, v] of Object.entries(attributes)) node.setAttribute(k, v);
-      svg.append(node);
-    };
-    svg.removeAttribute("id");
-    svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
-    svg.setAttribute("preserveAspectRatio", "none");
-    svg.setAttribute("class", "curve");
-    svg.setAttribute("role", "img");
-    svg.setAttribute("aria-label", `log-probabilities of the output, mean ${nats(mean)}`);
-    add("line", "grid", { x1: 0, x2: W, y1: 2, y2: 2 });
-    add("line", "grid", { x1: 0, x2: W, y1: H - 2, y2: H - 2 });
-    const line = (values) => values.map((v, i) => `${i ? "L" : "M"}${px(i).toFixed(1)} ${py(v).toFixed(1)}`).join("");
-    if (n > 1) {
-      add("path", "area", { d: `${line(means)}L${W} 2L0 2Z` });
-      if (lows.length) add("path", "low", { d: line(lows) });
-      add("path", "stroke", { d: line(means) });
-    } else add("path", "stroke", { d: `M0 ${py(means[0])}L${W} ${py(means[0])}` });
-    for (const [, from] of call.versions.slice(1)) add("line", "version", { x1: (from / call.output) * W, x2: (from / call.output) * W, y1: 0, y2: H });
-    const plot = el("div", "plot");
-    for (const [value, at] of [[0, 6], [least, 62]]) {
-      const tick = el("span", "y", (value / 100).toFixed(value ? 1 : 0).replace("-", "−"));
-      tick.style.top = `${at}px`;
-      plot.append(tick);
-    }
-    const marks = el("div", "marks");
-    for (const [place, value, token] of surprises) {
-      const mark = button("", () => jump(place));
-      mark.style.left = `${(call.output > 1 ? place / (call.output - 1) : 0.5) * 100}%`;
-      mark.title = `token ${whole(place)} · ${visible(pieceOf(token))} · ${nats(value)}`;
-      mark.setAttribute("aria-label", mark.title);
-      mark.tabIndex = -1;
-      marks.append(mark);
-    }
-    plot.append(marks, svg);
-    const list = el("div", "surprises");
-    for (const [place, value, token] of surprises) {
-      const node = button("", () => jump(place));
-      node.append(el("span", "", visible(JSON.stringify(pieceOf(token)).slice(1, -1))), el("span", "muted", `${nats(value)} · ${chance(value)}`));
-      node.title = `token ${whole(place)} of the output`;
-      list.append(node);
-    }
-    const heading = el("h3", "", "Log-probability", el("span", "note", `mean ${nats(mean)}, ${plural(call.output, "token")}${width > 1 ? `, ${width} a point; least in orange` : ""}`));
-    return [heading, plot, surprises.length ? list : ""];
-  }
-
   function jump(place) {
     const token = box.querySelector(`[data-out="${place}"]`);
     if (!token) return;
-    token.closest(".text").classList.remove("folded");
-    token.closest(".text").nextSibling?.remove?.();
+    const text = token.closest(".text");
+    if (text.classList.contains("folded")) text.nextSibling.click(); // its button shows all
     for (const old of box.querySelectorAll(".at")) old.classList.remove("at");
     token.classList.add("at");
     token.scrollIntoView({ block: "center" });
   }
 
   function leafDetail(index) {
-    const leaf = report.leaves[index], end = byId.get(leaf.call), drawnAs = page.selected.findIndex(([i]) => i === index);
-    const turns = path(calls[end].bar).map((i) => bars[i]).filter((bar) => bar.sampled).map((bar) => bar.call).filter((call, i, all) => all.indexOf(call) === i);
+    const leaf = report.leaves[index],
+      end = byId.get(leaf.call),
+      drawnAs = page.selected.findIndex(([i]) => i === index);
+    const turns = path(calls[end].bar)
+      .map((i) => bars[i])
+      .filter((bar) => bar.sampled)
+      .map((bar) => bar.call)
+      .filter((call, i, all) => all.indexOf(call) === i);
     return [
       el("h2", "", roleChip(leaf.role), `Trajectory ${index + 1}`, leaf.delivered ? "" : chip("undelivered", "bad")),
       facts(
@@ -177,42 +208,103 @@ const detail = (() => {
         ["here because", ...reason(leaf.why)],
         ["tokens", `${whole(leaf.tokens)}, ${whole(leaf.trainable)} trainable`],
         ["versions", leaf.versions.join(", ") || "not recorded"],
-        ["selection", drawnAs < 0 ? `not drawn by J_max ${page.j_max ?? "unlimited"}, seed ${page.seed}` : `drawn ${ordinal(drawnAs + 1)}, for ${plural(page.selected[drawnAs][1], "target")} (J_max ${page.j_max ?? "unlimited"}, seed ${page.seed})`],
+        [
+          "selection",
+          drawnAs < 0
+            ? `not drawn by J_max ${page.j_max ?? "unlimited"}, seed ${page.seed}`
+            : `drawn ${ordinal(drawnAs + 1)}, for ${plural(page.selected[drawnAs][1], "target")} (J_max ${page.j_max ?? "unlimited"}, seed ${page.seed})`,
+        ],
       ),
       el("h3", "", plural(leaf.turns, "turn")),
-      table([["call"], ["role"], ["prompt", "n"], ["sampled", "n"], ["log-prob", "n"]], turns.slice(0, 500).map((call) => [link(call), clip(calls[call].role, 24), whole(calls[call].prompt), whole(calls[call].output), calls[call].curve ? nats(calls[call].curve.mean) : "–"])),
+      table(
+        [["call"], ["role"], ["prompt", "n"], ["sampled", "n"], ["log-prob", "n"]],
+        turns
+          .slice(0, 500)
+          .map((call) => [
+            link(call),
+            clip(calls[call].role, 24),
+            whole(calls[call].prompt),
+            whole(calls[call].output),
+            calls[call].curve ? nats(calls[call].curve.mean) : "–",
+          ]),
+      ),
     ];
   }
 
   function overview() {
     const why = new Map();
     for (const text of Object.values(report.untrainable)) why.set(text, (why.get(text) ?? 0) + 1);
-    const engines = page.engines.map((name, e) => [name, calls.filter((call) => call.attempts.some(([i]) => i === e)).length, calls.reduce((sum, call) => sum + call.attempts.reduce((s, [i, n]) => s + (i === e ? n : 0), 0), 0)]);
-    const sampled = report.versions.map((v) => [v, calls.reduce((sum, call) => sum + call.versions.reduce((s, [of, a, b]) => s + (of === v ? b - a : 0), 0), 0)]);
+    const engines = page.engines.map((name, e) => [
+      name,
+      calls.filter((call) => call.attempts.some(([i]) => i === e)).length,
+      calls.reduce((sum, call) => sum + call.attempts.reduce((s, [i, n]) => s + (i === e ? n : 0), 0), 0),
+    ]);
+    const sampled = report.versions.map((v) => [
+      v,
+      calls.reduce((sum, call) => sum + call.versions.reduce((s, [of, a, b]) => s + (of === v ? b - a : 0), 0), 0),
+    ]);
     const targets = page.selected.reduce((sum, [, n]) => sum + n, 0);
     const left = Object.entries(page.left_out);
     return [
       el("h2", "", "Execution"),
       el("p", "muted", "Select a bar, a row or a moment to see the call, its text and how likely each token was."),
       el("h3", "", "Roles"),
-      table([["role"], ["calls", "n"], ["sampled", "n"], ["trainable", "n"]], report.roles.map((r) => [roleChip(r.role), whole(r.calls), whole(r.sampled), whole(r.trainable)])),
+      table(
+        [["role"], ["calls", "n"], ["sampled", "n"], ["trainable", "n"]],
+        report.roles.map((r) => [roleChip(r.role), whole(r.calls), whole(r.sampled), whole(r.trainable)]),
+      ),
       sampled.length ? el("h3", "", "Weight versions") : "",
-      sampled.length ? table([["version"], ["sampled", "n"]], sampled.map(([v, n]) => [chip(String(v), "", versionColour(v)), whole(n)])) : "",
+      sampled.length
+        ? table(
+            [["version"], ["sampled", "n"]],
+            sampled.map(([v, n]) => [chip(String(v), "", versionColour(v)), whole(n)]),
+          )
+        : "",
       engines.length ? el("h3", "", "Engines") : "",
-      engines.length ? table([["engine"], ["calls", "n"], ["tokens", "n"]], engines.map(([name, n, t], e) => [chip(clip(name, 60), "", engineColour(e)), whole(n), whole(t)])) : "",
+      engines.length
+        ? table(
+            [["engine"], ["calls", "n"], ["tokens", "n"]],
+            engines.map(([name, n, t], e) => [chip(clip(name, 60), "", engineColour(e)), whole(n), whole(t)]),
+          )
+        : "",
       el("h3", "", "Selection", el("span", "note", `J_max ${page.j_max ?? "unlimited"}, seed ${page.seed}`)),
-      el("p", "", `${plural(page.selected.length, "trajectory", "trajectories")} drawn of ${whole(report.leaves.length)}, ${plural(targets, "target")} of ${whole(report.trainable)} trainable`),
+      el(
+        "p",
+        "",
+        `${plural(page.selected.length, "trajectory", "trajectories")} drawn of ${whole(report.leaves.length)}, ${plural(targets, "target")} of ${whole(report.trainable)} trainable`,
+      ),
       left.length ? el("p", "muted", `left out: ${left.map(([role, n]) => `${whole(n)} of ${role}`).join(", ")}`) : "",
       why.size ? el("h3", "", "Not trainable") : "",
-      why.size ? table([["calls", "n"], ["why", "wide"]], [...why].map(([text, n]) => [whole(n), visible(text)])) : "",
+      why.size
+        ? table(
+            [
+              ["calls", "n"],
+              ["why", "wide"],
+            ],
+            [...why].map(([text, n]) => [whole(n), visible(text)]),
+          )
+        : "",
       el("h3", "", "Keys"),
-      keys([["←", "→"], "the call before, the call after"], [["↑", "↓"], "the row above, the row below"], [["+", "−", "0"], "zoom in, out, show all"], [["f"], "zoom to the selected call"], [["/"], "find"], [["Esc"], "select nothing"], [["Ctrl"], "with the wheel: zoom; drag moves"]),
-      el("p", "note", `Texts of more than ${whole(page.limit)} tokens are cut in the middle (${page.cut ? plural(page.cut, "text") : "none here"}). ${page.tokens.some(([, t]) => t !== null) ? "" : "No tokenizer was given: ids stand for text. "}Tree figures: gyre-traj inspect.`),
+      keys(
+        [["←", "→"], "the call before, the call after"],
+        [["↑", "↓"], "the row above, the row below"],
+        [["+", "−", "0"], "zoom in, out, show all"],
+        [["f"], "zoom to the selected call"],
+        [["/"], "find"],
+        [["Esc"], "select nothing"],
+        [["Ctrl"], "with the wheel: zoom; drag moves"],
+      ),
+      el(
+        "p",
+        "note",
+        `Texts of more than ${whole(page.limit)} tokens are cut in the middle (${page.cut ? plural(page.cut, "text") : "none here"}). ${page.tokens.some(([, t]) => t !== null) ? "" : "No tokenizer was given: ids stand for text. "}Tree figures: gyre-traj inspect.`,
+      ),
     ];
   }
   function keys(...lines) {
     const list = el("div", "keys");
-    for (const [names, what] of lines) list.append(el("span", "", ...names.flatMap((k, i) => [i ? " " : "", el("kbd", "", k)])), el("span", "", what));
+    for (const [names, what] of lines)
+      list.append(el("span", "", ...names.flatMap((k, i) => [i ? " " : "", el("kbd", "", k)])), el("span", "", what));
     return list;
   }
 
@@ -221,7 +313,8 @@ const detail = (() => {
     const now = `${state.call}/${state.leaf}`;
     if (now === shown) return;
     shown = now;
-    const nodes = state.call >= 0 ? callDetail(calls[state.call]) : state.leaf >= 0 ? leafDetail(state.leaf) : overview();
+    const nodes =
+      state.call >= 0 ? callDetail(calls[state.call]) : state.leaf >= 0 ? leafDetail(state.leaf) : overview();
     box.replaceChildren(...nodes.filter(Boolean));
     box.scrollTop = 0;
   }

@@ -4,7 +4,11 @@ const ordinal = (n) => `${n}${["th", "st", "nd", "rd"][n % 100 > 10 && n % 100 <
 
 const lists = (() => {
   const MOST = 1000; // rows shown; find reaches the others
-  const brief = (text) => text.split(/( |(?=[:,]))/).map((word) => (byId.has(word) ? calls[byId.get(word)].name : word)).join("");
+  const brief = (text) =>
+    text
+      .split(/( |(?=[:,]))/)
+      .map((word) => (byId.has(word) ? calls[byId.get(word)].name : word))
+      .join("");
   const role = (name) => el("span", "", key(roleColour(name), "dot"), ` ${visible(clip(name, 40))}`);
   const rank = new Map(page.selected.map(([leaf, targets], i) => [leaf, [i + 1, targets]]));
   const kinds = {
@@ -20,7 +24,11 @@ const lists = (() => {
         ["tokens", (leaf) => leaf.tokens, whole, "n"],
         ["trainable", (leaf) => leaf.trainable, whole, "n"],
         ["versions", (leaf) => leaf.versions.join(", ") || "–", String],
-        ["drawn", (leaf, i) => rank.get(i)?.[0] ?? 1e9, (v) => (v < 1e9 ? `${ordinal(v)}, ${plural(page.selected[v - 1][1], "target")}` : "–")],
+        [
+          "drawn",
+          (leaf, i) => rank.get(i)?.[0] ?? 1e9,
+          (v) => (v < 1e9 ? `${ordinal(v)}, ${plural(page.selected[v - 1][1], "target")}` : "–"),
+        ],
         ["why it is there", (leaf) => (leaf.delivered ? "" : "undelivered; ") + brief(leaf.why), visible, "wide"],
       ],
       on: (i) => state.leaf === i,
@@ -39,16 +47,35 @@ const lists = (() => {
         ["sampled", (call) => call.output, whole, "n"],
         ["log-prob", (call) => call.curve?.mean ?? 1e9, (v) => (v < 1e9 ? nats(v) : "–"), "n"],
         ["version", (call) => [...new Set(call.versions.map(([v]) => v))].join(", ") || "–", String],
-        ["engine", (call) => call.attempts.map(([e]) => page.engines[e]).join(" → "), (v) => visible(clip(v, 60)), "ellipsis"],
+        [
+          "engine",
+          (call) => call.attempts.map(([e]) => page.engines[e]).join(" → "),
+          (v) => visible(clip(v, 60)),
+          "ellipsis",
+        ],
         ["finish", (call) => call.finish, (v) => visible(clip(v, 20))],
-        ["", (call) => [call.delivered ? "" : "undelivered", call.untrainable ? "not trainable" : "", call.down.length > 1 ? "fork" : "", call.leaf >= 0 ? "leaf" : ""].filter(Boolean).join(", "), String, "wide"],
+        [
+          "",
+          (call) =>
+            [
+              call.delivered ? "" : "undelivered",
+              call.untrainable ? "not trainable" : "",
+              call.down.length > 1 ? "fork" : "",
+              call.leaf >= 0 ? "leaf" : "",
+            ]
+              .filter(Boolean)
+              .join(", "),
+          String,
+          "wide",
+        ],
       ],
       on: (i) => state.call === i,
       go: (i) => select(state.call === i ? -1 : i),
     },
   };
   const tabs = [...Object.entries(kinds).map(([kind, { label }]) => [kind, label]), ["text", "Text"]];
-  let sort = { column: -1, down: false }, lines = [];
+  let sort = { column: -1, down: false },
+    lines = [];
 
   function build() {
     for (const tab of $("tabs").children) tab.setAttribute("aria-selected", tab.dataset.kind === state.tab);
@@ -65,7 +92,10 @@ const lists = (() => {
     }
     const head = el("tr");
     columns.forEach(([name, , , kind = ""], c) => {
-      const label = button(name + (sort.column === c ? (sort.down ? " ↓" : " ↑") : ""), () => { sort = { column: c, down: sort.column === c && !sort.down }; build(); });
+      const label = button(name + (sort.column === c ? (sort.down ? " ↓" : " ↑") : ""), () => {
+        sort = { column: c, down: sort.column === c && !sort.down };
+        build();
+      });
       const cell = el("th", kind, label);
       cell.setAttribute("aria-sort", sort.column === c ? (sort.down ? "descending" : "ascending") : "none");
       head.append(cell);
@@ -76,9 +106,16 @@ const lists = (() => {
       line.tabIndex = 0;
       line.addEventListener("click", () => kinds[state.tab].go(i));
       line.addEventListener("keydown", (event) => {
-        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); kinds[state.tab].go(i); }
-        const next = event.key === "ArrowDown" ? line.nextSibling : event.key === "ArrowUp" ? line.previousSibling : null;
-        if (next) { event.preventDefault(); next.focus(); }
+        if (event.key === "Enter" || event.key === " ") {
+          event.preventDefault();
+          kinds[state.tab].go(i);
+        }
+        const next =
+          event.key === "ArrowDown" ? line.nextSibling : event.key === "ArrowUp" ? line.previousSibling : null;
+        if (next) {
+          event.preventDefault();
+          next.focus();
+        }
       });
       body.append(line);
       return [i, line];
@@ -97,7 +134,12 @@ const lists = (() => {
     }
   }
   for (const [kind, label] of tabs) {
-    const tab = button(label, () => { state.tab = kind; sort = { column: -1, down: false }; build(); select(state.call, state.leaf); });
+    const tab = button(label, () => {
+      state.tab = kind;
+      sort = { column: -1, down: false };
+      build();
+      select(state.call, state.leaf);
+    });
     tab.dataset.kind = kind;
     tab.setAttribute("role", "tab");
     $("tabs").append(tab);

@@ -1,11 +1,16 @@
 // The tree: depth in tokens to the right, a row for each way to a leaf. Bars thinner than a pixel merge.
 
 const tree = (() => {
-  const canvas = $("tree"), box = $("treescroll");
-  const TOP = 26, LEFT = 16;
+  const canvas = $("tree"),
+    box = $("treescroll");
+  const TOP = 26,
+    LEFT = 16;
   let RIGHT = 178; // room for what is written behind the rows
   const view = { from: 0, to: 1 }; // part of the axis in sight
-  let rowHeight = 24, width = 0, height = 0, drawn = [];
+  let rowHeight = 24,
+    width = 0,
+    height = 0,
+    drawn = [];
   const picked = new Set(page.selected.length < report.leaves.length ? page.selected.map(([leaf]) => leaf) : []);
   const byRow = Array.from({ length: rows }, () => []);
   for (const bar of bars) byRow[bar.row].push(bar);
@@ -51,7 +56,8 @@ const tree = (() => {
 
   // Runs of an output with one colour each: [from, to, colour].
   function runs(call) {
-    if (state.colour === "version" && call.versions.length) return call.versions.map(([v, a, b]) => [a, b, versionColour(v)]);
+    if (state.colour === "version" && call.versions.length)
+      return call.versions.map(([v, a, b]) => [a, b, versionColour(v)]);
     if (state.colour === "engine" && call.attempts.length) {
       let at = 0;
       return call.attempts.map(([engine, tokens]) => [at, (at += tokens), engineColour(engine)]);
@@ -72,7 +78,10 @@ const tree = (() => {
     p.strokeStyle = paint("hatch");
     p.lineWidth = 2.4;
     p.beginPath();
-    for (const d of [-6, 0, 6]) { p.moveTo(d - 1, 7); p.lineTo(d + 7, -1); }
+    for (const d of [-6, 0, 6]) {
+      p.moveTo(d - 1, 7);
+      p.lineTo(d + 7, -1);
+    }
     p.stroke();
     return (hatching = pen.createPattern(tile, "repeat"));
   }
@@ -80,7 +89,9 @@ const tree = (() => {
   const contextColour = (bar) => (state.colour === "role" && bar.call >= 0 ? roleColour(calls[bar.call].role) : "edge");
 
   function drawBar(pen, bar, x0, x1) {
-    const call = calls[bar.call], top = y(bar.row), tall = rowHeight - Math.max(3, rowHeight * 0.28);
+    const call = calls[bar.call],
+      top = y(bar.row),
+      tall = rowHeight - Math.max(3, rowHeight * 0.28);
     const w = Math.max(1, x1 - x0 - (x1 - x0 > 4 ? 1 : 0));
     const alpha = pen.globalAlpha;
     if (!bar.sampled) {
@@ -95,10 +106,16 @@ const tree = (() => {
     }
     const scale = (x1 - x0) / bar.size;
     for (const [a, b, colour] of runs(call)) {
-      const from = Math.max(a, bar.offset) - bar.offset, to = Math.min(b, bar.offset + bar.size) - bar.offset;
+      const from = Math.max(a, bar.offset) - bar.offset,
+        to = Math.min(b, bar.offset + bar.size) - bar.offset;
       if (to <= from) continue;
       pen.fillStyle = paint(colour);
-      pen.fillRect(x0 + from * scale, top, Math.min((to - from) * scale, w - from * scale) + (to < bar.size ? 0.5 : 0), tall);
+      pen.fillRect(
+        x0 + from * scale,
+        top,
+        Math.min((to - from) * scale, w - from * scale) + (to < bar.size ? 0.5 : 0),
+        tall,
+      );
     }
     if (call.untrainable) {
       pen.fillStyle = hatch(pen);
@@ -109,10 +126,13 @@ const tree = (() => {
   }
 
   function label(pen, bar, x0, x1) {
-    if (rowHeight < 18 || x1 - x0 < 30) return;
-    const call = calls[bar.call], tall = rowHeight - Math.max(3, rowHeight * 0.28);
-    const left = Math.max(x0, LEFT) + (bar.parent >= 0 && bars[bar.parent].below.length > 1 ? 4 : 0), room = Math.min(x1, width - RIGHT) - left - 8;
-    const size = short(bar.size), text = bar.sampled && room > 110 ? `${visible(call.name)} · ${size}` : size;
+    if (rowHeight < 18 || x1 - x0 < 18) return;
+    const call = calls[bar.call],
+      tall = rowHeight - Math.max(3, rowHeight * 0.28);
+    const left = Math.max(x0, LEFT) + (bar.parent >= 0 && bars[bar.parent].below.length > 1 ? 4 : 0),
+      room = Math.min(x1, width - RIGHT) - left - 8;
+    const size = short(bar.size),
+      text = bar.sampled && room > 110 ? `${visible(call.name)} · ${size}` : size;
     pen.font = `${bar.sampled ? "600 " : ""}10.5px system-ui, sans-serif`;
     if (pen.measureText(text).width > room) return;
     if (bar.sampled && call.untrainable) return;
@@ -125,10 +145,14 @@ const tree = (() => {
     const pen = surface(canvas, width, height);
     const tall = rowHeight - Math.max(3, rowHeight * 0.28);
     const lit = state.leaf >= 0 ? (bar) => bar.first <= state.leaf && state.leaf < bar.last : null;
-    const [top, bottom] = [Math.floor((box.scrollTop - 4) / rowHeight) - 1, Math.ceil((box.scrollTop + height) / rowHeight)];
+    const [top, bottom] = [
+      Math.floor((box.scrollTop - 4) / rowHeight) - 1,
+      Math.ceil((box.scrollTop + height) / rowHeight),
+    ];
     pen.textBaseline = "middle";
     drawn = [];
-    let merged = 0, single = 0;
+    let merged = 0,
+      single = 0;
 
     axis(pen);
     pen.save();
@@ -140,7 +164,9 @@ const tree = (() => {
     pen.lineWidth = 1.3;
     for (const bar of bars) {
       if (bar.parent < 0 || bars[bar.parent].row === bar.row) continue;
-      const at = Math.round(x(start(bar))) + 0.5, from = y(bars[bar.parent].row) + tall / 2, to = y(bar.row) + tall / 2;
+      const at = Math.round(x(start(bar))) + 0.5,
+        from = y(bars[bar.parent].row) + tall / 2,
+        to = y(bar.row) + tall / 2;
       if (at < 0 || at > width || to < TOP || from > height) continue;
       const bend = Math.min(5, to - from);
       pen.strokeStyle = paint("edge");
@@ -157,13 +183,15 @@ const tree = (() => {
       const flush = () => {
         if (!pending) return;
         pen.globalAlpha = pending.lit ? 1 : 0.22;
-        const part = pending.sampled / pending.size, high = tall * (0.5 + 0.5 * part);
+        const part = pending.sampled / pending.size,
+          high = tall * (0.5 + 0.5 * part);
         pen.fillStyle = paint(part > 0 ? pending.colour : "context");
         pen.fillRect(pending.px, y(row) + (tall - high) / 2, 1, high);
         pending = null;
       };
       for (const bar of byRow[row]) {
-        const x0 = x(start(bar)), x1 = x(end(bar));
+        const x0 = x(start(bar)),
+          x1 = x(end(bar));
         if (x1 < 0 || x0 > width) continue;
         const on = !lit || lit(bar);
         if (x1 - x0 < 1) {
@@ -171,7 +199,8 @@ const tree = (() => {
           if (pending && pending.px !== px) flush();
           pending ??= { px, size: 0, sampled: 0, colour: "edge", lit: false };
           pending.size += bar.size;
-          if (bar.sampled) [pending.sampled, pending.colour] = [pending.sampled + bar.size, runs(calls[bar.call])[0][2]];
+          if (bar.sampled)
+            [pending.sampled, pending.colour] = [pending.sampled + bar.size, runs(calls[bar.call])[0][2]];
           pending.lit ||= on;
           merged++;
         } else {
@@ -215,7 +244,8 @@ const tree = (() => {
     pen.textAlign = "right";
     pen.fillText(state.scale === "tokens" ? "tokens deep" : "nodes deep", width - 10, 12);
     pen.textAlign = "left";
-    if (view.to - view.from < full() - 1e-9) { // where in the whole we are
+    if (view.to - view.from < full() - 1e-9) {
+      // where in the whole we are
       const room = width - LEFT - RIGHT;
       pen.fillStyle = paint("soft");
       pen.fillRect(LEFT, 1, room, 3);
@@ -249,7 +279,8 @@ const tree = (() => {
     const seen = new Set();
     for (const bar of bars) {
       if (bar.below.length < 2 || (lit && !lit(bar))) continue;
-      const at = x(end(bar)), spot = `${Math.round(at)}/${bar.row}`;
+      const at = x(end(bar)),
+        spot = `${Math.round(at)}/${bar.row}`;
       if (at < 0 || at > width || seen.has(spot)) continue;
       seen.add(spot);
       const r = Math.min(3.6, rowHeight / 5);
@@ -265,7 +296,9 @@ const tree = (() => {
 
   function marks(pen, tall) {
     const frame = (index, colour, grow) => {
-      const bar = bars[index], x0 = x(start(bar)), x1 = Math.max(x0 + 2, x(end(bar)));
+      const bar = bars[index],
+        x0 = x(start(bar)),
+        x1 = Math.max(x0 + 2, x(end(bar)));
       pen.strokeStyle = paint(colour);
       pen.lineWidth = 2;
       pen.strokeRect(x0 - grow, y(bar.row) - grow, x1 - x0 + 2 * grow - 1, tall + 2 * grow);
@@ -273,7 +306,8 @@ const tree = (() => {
     for (const call of state.found) {
       const bar = bars[calls[call].bars[0] ?? calls[call].bar];
       if (!bar) continue;
-      const at = Math.max(x(start(bar)), 0) + 2, top = y(bar.row) - 1;
+      const at = Math.max(x(start(bar)), 0) + 2,
+        top = y(bar.row) - 1;
       pen.fillStyle = paint("accent");
       pen.beginPath();
       pen.moveTo(at - 4, top - 4);
@@ -285,8 +319,10 @@ const tree = (() => {
       const call = calls[state.call];
       pen.lineWidth = 2;
       pen.strokeStyle = paint("accent");
-      for (const i of path(call.bars[0] ?? call.bar)) { // the way there
-        const bar = bars[i], under = y(bar.row) + tall + 1.5;
+      for (const i of path(call.bars[0] ?? call.bar)) {
+        // the way there
+        const bar = bars[i],
+          under = y(bar.row) + tall + 1.5;
         pen.beginPath();
         pen.moveTo(x(start(bar)), under);
         pen.lineTo(Math.max(x(start(bar)) + 1, x(end(bar)) - 1), under);
@@ -303,7 +339,8 @@ const tree = (() => {
     pen.font = "11px system-ui, sans-serif";
     RIGHT = 84;
     byRow.forEach((line, row) => {
-      const part = end(line[line.length - 1]) / full(), needed = pen.measureText(rowLabel(row)).width + 18;
+      const part = end(line[line.length - 1]) / full(),
+        needed = pen.measureText(rowLabel(row)).width + 18;
       RIGHT = Math.min(260, Math.max(RIGHT, (needed - (1 - part) * (width - LEFT)) / Math.max(part, 0.05)));
     });
     const most = innerWidth <= 880 ? 420 : Math.max(150, innerHeight * 0.46);
@@ -320,7 +357,8 @@ const tree = (() => {
     const [px, py] = [event.clientX - left, event.clientY - top];
     const row = Math.floor((py - TOP - 4 + box.scrollTop) / rowHeight);
     if (py < TOP || row < 0 || row >= rows) return { px, py, bar: null, row: -1 };
-    let best = null, near = 4;
+    let best = null,
+      near = 4;
     for (const [bar, x0, x1] of drawn) {
       if (bar.row !== row) continue;
       const gap = px < x0 ? x0 - px : px > x1 ? px - x1 : 0;
@@ -329,103 +367,40 @@ const tree = (() => {
     return { px, py, bar: best, row };
   }
 
-  function tip(event, bar) {
-    const call = calls[bar.call], through = bar.last - bar.first;
-    const lines = [el("div", "", key(call ? roleColour(call.role) : "context", "dot"), " ", el("b", "", bar.sampled ? `${call.role} ${call.name}` : "context"))];
-    const where = `${plural(bar.size, "token")}, ${whole(bar.start)}–${whole(bar.end)}`;
-    const shared = through > 1 ? ` · in ${whole(through)} trajectories` : through ? "" : " · nothing was sampled after it";
-    lines.push(el("div", "muted", (bar.sampled ? `sampled ${where}` : where) + shared));
-    if (bar.sampled) {
-      const of = call.versions.map(([v]) => v);
-      const facts = [of.length ? `version ${[...new Set(of)].join(", ")}` : "", call.curve ? `mean log-probability ${nats(call.curve.mean)}` : "", call.attempts.length > 1 ? `${call.attempts.length} attempts` : "", `finish ${call.finish}`];
-      lines.push(el("div", "muted", visible(facts.filter(Boolean).join(" · "))));
-      if (call.untrainable) lines.push(el("div", "muted", `not trainable: ${visible(call.untrainable)}`));
-      if (call.output) lines.push(el("div", "peek", peek(call.after)));
-    } else if (call) {
-      lines.push(el("div", "muted", `brought by ${call.role} ${call.name}`));
-    }
-    showTip(event, ...lines);
+  // Zoom to the selected call.
+  function focus() {
+    const call = calls[state.call];
+    if (!call) return;
+    const own = bars[call.bars[0] ?? call.bar];
+    const room = Math.max(end(own) - start(own), least());
+    show(start(own) - room, end(own) + room);
   }
+  const restyle = () => {
+    hatching = null;
+    draw();
+  };
 
-  let drag = null;
-  canvas.addEventListener("pointerdown", (event) => {
-    if (event.button) return;
-    drag = { x: event.clientX, y: event.clientY, from: view.from, to: view.to, scroll: box.scrollTop, moved: false, ...barAt(event) };
-    canvas.setPointerCapture(event.pointerId);
-  });
-  canvas.addEventListener("pointermove", (event) => {
-    if (drag) {
-      const dx = event.clientX - drag.x;
-      drag.moved ||= Math.hypot(dx, event.clientY - drag.y) > 4;
-      if (!drag.moved) return;
-      hideTip();
-      canvas.classList.add("drag");
-      const by = (-dx / (width - LEFT - RIGHT)) * (drag.to - drag.from);
-      box.scrollTop = drag.scroll - (event.clientY - drag.y);
-      [view.from, view.to] = [drag.from + by, drag.to + by];
-      clamp();
-      draw();
-      return;
-    }
-    const { bar } = barAt(event);
-    canvas.classList.toggle("on", Boolean(bar));
-    const hover = bar ? bar.i : -1;
-    if (bar) tip(event, bar);
-    else hideTip();
-    if (hover !== state.hover) { state.hover = hover; draw(); }
-  });
-  canvas.addEventListener("pointerup", (event) => {
-    const was = drag;
-    drag = null;
-    canvas.classList.remove("drag");
-    if (!was || was.moved) return;
-    const { bar, px, row } = barAt(event);
-    if (bar && bar.call >= 0) select(bar.call);
-    else if (row >= 0 && px > x(end(byRow[row][byRow[row].length - 1])) && byRow[row][0].first < byRow[row][0].last) select(-1, byRow[row][byRow[row].length - 1].first);
-    else select(-1);
-  });
-  canvas.addEventListener("pointercancel", () => { drag = null; canvas.classList.remove("drag"); });
-  canvas.addEventListener("pointerleave", () => { hideTip(); if (state.hover >= 0) { state.hover = -1; draw(); } });
-  canvas.addEventListener("dblclick", (event) => {
-    const { bar } = barAt(event);
-    if (!bar) return fit();
-    const room = Math.max(end(bar) - start(bar), least()) * 0.6;
-    show(start(bar) - room, end(bar) + room);
-  });
-  canvas.addEventListener("wheel", (event) => {
-    const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
-    if (event.ctrlKey || event.metaKey) {
-      event.preventDefault();
-      zoom(Math.exp(Math.max(-60, Math.min(60, event.deltaY)) * 0.006), unX(event.clientX - canvas.getBoundingClientRect().left));
-    } else if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) {
-      event.preventDefault();
-      pan((sideways / (width - LEFT - RIGHT)) * (view.to - view.from));
-    }
-  }, { passive: false });
-  box.addEventListener("scroll", draw);
-
-  // Arrows walk the tree: along it, and to the nearest call of the next row.
-  function walk(keyName) {
-    if (state.call < 0) return select(bars.length ? bars[0].call : -1);
-    const call = calls[state.call], here = bars[call.bars[0] ?? call.bar];
-    if (keyName === "ArrowLeft") { if (call.up >= 0) select(call.up); return; }
-    if (keyName === "ArrowRight") { if (call.down.length) select(call.down.reduce((a, b) => (bars[calls[b].bar].row < bars[calls[a].bar].row ? b : a))); return; }
-    for (let row = here.row + (keyName === "ArrowDown" ? 1 : -1); row >= 0 && row < rows; row += keyName === "ArrowDown" ? 1 : -1) {
-      const there = byRow[row].filter((bar) => bar.sampled);
-      if (!there.length) continue;
-      return select(there.reduce((a, b) => (Math.abs(b.start - here.start) < Math.abs(a.start - here.start) ? b : a)).call);
-    }
-  }
-  canvas.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.key.startsWith("Arrow")) { event.preventDefault(); walk(event.key); }
-    else if (event.key === "Enter" && state.call >= 0) $("detail").focus();
-  });
-
-  canvas.setAttribute("aria-label", `${plural(report.calls, "call")} in ${plural(report.leaves.length, "trajectory", "trajectories")}; arrow keys walk from call to call`);
+  const perPixel = () => (view.to - view.from) / (width - LEFT - RIGHT);
   return {
-    draw, layout, fit, zoom, reveal,
-    focus: () => { const call = calls[state.call]; if (call) { const own = bars[call.bars[0] ?? call.bar], room = Math.max(own.size, least()); show(start(own) - room, end(own) + room); } },
-    restyle: () => { hatching = null; draw(); },
+    canvas,
+    box,
+    view,
+    byRow,
+    draw,
+    layout,
+    fit,
+    focus,
+    zoom,
+    pan,
+    show,
+    reveal,
+    restyle,
+    barAt,
+    start,
+    end,
+    x,
+    unX,
+    least,
+    perPixel,
   };
 })();
