@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
@@ -21,7 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gyre_agent_proxy.attempt import Attempt
-from gyre_agent_proxy.conversation import Reply, Request
+from gyre_agent_proxy.conversation import Reply
 from gyre_agent_proxy.dialects import chat, messages, responses
 from gyre_agent_proxy.dialects.base import Defaults, Dialect, Encoder, Opening
 from gyre_agent_proxy.errors import BadRequest, EngineError, ProxyError, Unauthorized
@@ -87,12 +86,7 @@ class Server:
     async def _call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         execution = self._execution(request)
         asked = dialect.read_request(await request.read(), self._defaults)
-        try:
-            attempt = self._service.submit(execution, asked, request.headers)
-        except dialect.told_in_streams as e:
-            if not asked.stream:
-                raise
-            return self._failed_stream(dialect, asked, e)
+        attempt = self._service.submit(execution, asked, request.headers)
         async with attempt.waiting():
             if not asked.stream:
                 reply = await asyncio.shield(attempt.reply)
@@ -109,15 +103,6 @@ class Server:
                 prompt_tokens=attempt.prompt_tokens,
             )
             return await self._stream(request, execution, attempt, dialect.stream(opening, asked))
-
-    def _failed_stream(self, dialect: Dialect, asked: Request, error: ProxyError) -> web.Response:
-        self._service.metrics.add("calls_refused")
-        log.warning("refused in a stream: %s", error)
-        opening = Opening(
-            call=uuid.uuid4().hex[:24], created=int(time.time()), model=asked.model or self._model, prompt_tokens=0
-        )
-        body = dialect.stream(opening, asked).failure(error)
-        return web.Response(body=body, content_type="text/event-stream", charset="utf-8")
 
     async def _stream(
         self, request: web.Request, execution: str, attempt: Attempt, encoder: Encoder

@@ -67,7 +67,6 @@ class Dialect(Protocol):
     """A module of this folder."""
 
     name: str
-    told_in_streams: tuple[type[ProxyError], ...]  # refusals that a streaming client looks for in the stream only
 
     def read_request(self, raw: bytes, defaults: Defaults) -> Request:
         """Normalise a request body. Raises `BadRequest` naming the field."""

@@ -13,7 +13,6 @@ from gyre_agent_proxy.dialects.parts import Parts
 from gyre_agent_proxy.errors import BadRequest, ProxyError
 
 name = "chat"
-told_in_streams: tuple[type[ProxyError], ...] = ()
 
 # Ranges are checked here: an engine that fails on a request would be taken for lost.
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]

@@ -25,7 +25,6 @@ from gyre_agent_proxy.dialects.turns import Turns, blocks_of
 from gyre_agent_proxy.errors import BadRequest, NoEngine, ProxyError, TooBusy, TooLong
 
 name = "messages"
-told_in_streams: tuple[type[ProxyError], ...] = ()
 
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]

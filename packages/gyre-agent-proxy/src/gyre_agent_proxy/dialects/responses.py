@@ -19,12 +19,11 @@ from gyre_agent_proxy.dialects.chat import error_body, status
 from gyre_agent_proxy.dialects.parts import Parts
 from gyre_agent_proxy.dialects.responses_output import Echo, Stream, answer
 from gyre_agent_proxy.dialects.responses_tools import Offer, call_of
-from gyre_agent_proxy.errors import BadRequest, ProxyError, TooLong
+from gyre_agent_proxy.errors import BadRequest
 
-__all__ = ["answer", "error_body", "name", "read_request", "status", "stream", "told_in_streams"]
+__all__ = ["answer", "error_body", "name", "read_request", "status", "stream"]
 
 name = "responses"
-told_in_streams: tuple[type[ProxyError], ...] = (TooLong,)  # a failed response is what makes Codex compact
 stream = Stream
 
 # What the API would look up in its store.
