@@ -2,9 +2,9 @@
 
 In: what stands between two assistant turns becomes the tool results (in the order of their calls), then one user
 message; a later system message stays in its place there, as text in <system-reminder>. Consecutive assistant messages
-are one turn, as this API says. A tool's error is shown to the model as <error>…</error>. Tools without an `input_schema`
-(web search and the like) cannot be called here: they are not offered, but counted and kept in the record. A conversation
-that ends with an assistant turn is answered by another turn, not by the rest of that one.
+are one turn, as this API says. A tool's error is shown to the model as <error>…</error>. Tools without an
+`input_schema` (web search and the like) cannot be called here: they are not offered, but counted and kept in the
+record. A conversation that ends with an assistant turn is answered by another turn, not by the rest of that one.
 
 Out: thinking, text, tool_use, in this order. `input` is the object the model wrote as arguments; arguments that are no
 JSON object arrive as {"raw_arguments": "<what the model wrote>"}.
