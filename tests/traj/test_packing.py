@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from gyre_traj import Packed, Row, Segment, pack_forests, pack_rows, unique_tokens
+from gyre_traj import Packed, Row, Segment, TargetRun, pack_forests, pack_rows, unique_tokens
 from gyre_traj.errors import BadRow
 
 
@@ -45,13 +45,13 @@ def test_the_layout_of_the_module_docstring() -> None:
 def test_rows_are_trees_without_branches() -> None:
     (packed,) = pack_rows([row("aBC", 0, "e", 0.5, 1.0), row("aBxY", 1, "f", 0.25, -1.0)], 7)
     arrays = packed.arrays()
-    assert letters(arrays.ids) == "abxyabc"
-    assert arrays.position.tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert arrays.end.tolist() == [4, 4, 4, 4, 7, 7, 7]
-    assert arrays.source.tolist() == [0, 2, 4, 5]
-    assert arrays.weight.tolist() == [0.25, 0.25, 0.5, 0.5]
-    assert arrays.advantage.tolist() == [-1, -1, 1, 1]
-    assert [packed.executions[i] for i in arrays.execution] == ["f", "f", "e", "e"]
+    assert letters(arrays.ids) == "abcabxy"
+    assert arrays.position.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert arrays.end.tolist() == [3, 3, 3, 7, 7, 7, 7]
+    assert arrays.source.tolist() == [0, 1, 3, 5]
+    assert arrays.weight.tolist() == [0.5, 0.5, 0.25, 0.25]
+    assert arrays.advantage.tolist() == [1, 1, -1, -1]
+    assert [packed.executions[i] for i in arrays.execution] == ["e", "e", "f", "f"]
 
 
 def test_two_samples_of_the_same_ids_are_two_targets_of_one_token() -> None:
@@ -82,9 +82,9 @@ def test_tails_without_targets_are_dropped() -> None:
     assert letters(packed.arrays().ids) == "ab"
 
 
-def test_a_row_longer_than_the_budget_is_alone() -> None:
+def test_a_row_longer_than_the_budget_is_alone_and_says_so() -> None:
     packs = pack_rows([row("abcdefG", 0), row("aB", 1), row("aC", 2)], 4)
-    assert [p.tokens for p in packs] == [7, 4]
+    assert [(p.tokens, p.over_budget) for p in packs] == [(4, False), (7, True)]
 
 
 def test_a_tree_larger_than_the_budget_is_cut_between_rows() -> None:
@@ -103,6 +103,34 @@ def test_packs_are_as_few_as_first_fit_and_as_equal_as_they_come() -> None:
 def test_first_fit_decides_when_balancing_would_need_more() -> None:
     rows = [row("a" * (n - 1) + "B", i) for i, n in enumerate([6, 5, 4, 3, 2])]
     assert sorted(p.tokens for p in pack_rows(rows, 10)) == [10, 10]
+
+
+def test_a_row_over_the_budget_does_not_loosen_it_for_the_others() -> None:
+    rows = [row("a" * (n - 1) + "B", i) for i, n in enumerate([1000, 6, 5, 4, 3, 2])]
+    packs = pack_rows(rows, 10)
+    assert [(p.tokens, p.over_budget) for p in packs] == [(10, False), (10, False), (1000, True)]
+    assert {p.budget for p in packs} == {10}
+
+
+def test_a_tree_is_cut_where_least_is_repeated() -> None:
+    """Filling the first micro-step would part the long branch and repeat ten tokens; parting "prefix" repeats six."""
+    packs = pack_forests([row("prefixaB", 0), row("prefixlongC", 1), row("prefixlongD", 2)], 13)
+    assert sorted(letters(p.arrays().ids) for p in packs) == ["prefixab", "prefixlongcd"]
+
+
+def test_short_prefixes_are_repeated_for_a_better_fit() -> None:
+    """Under one common token: pieces that keep it whole would hold neighbours alone, and 4 micro-steps."""
+    sizes = {"a": 60, "b": 60, "c": 39, "d": 60, "e": 39, "f": 39}
+    packs = pack_forests(
+        [row("s" + name * (n - 1) + name.upper(), i) for i, (name, n) in enumerate(sizes.items())], 101
+    )
+    assert [p.tokens for p in packs] == [100, 100, 100]
+
+
+def test_what_shares_a_micro_step_shares_its_prefix_wherever_it_was_cut() -> None:
+    rows = [row("s" + "a" * 60 + "A", 0), row("s" + "b" * 20 + "B", 1), row("s" + "c" * 20 + "C", 2)]
+    (packed,) = pack_forests(rows, 200)
+    assert packed.tokens == 1 + 61 + 21 + 21
 
 
 def test_packing_is_deterministic_and_travels() -> None:
@@ -183,3 +211,72 @@ def test_a_segment_without_log_probabilities_is_no_target() -> None:
 )
 def test_unique_tokens_are_the_nodes_of_the_trie(words: list[str], expected: int) -> None:
     assert unique_tokens([row(word) for word in words]) == expected
+
+
+# --- on the wire --------------------------------------------------------------------------------------------------
+
+
+def test_a_packed_micro_step_says_what_attention_costs() -> None:
+    (packed,) = pack_forests([row("abcDE", 0), row("abXY", 1)], 7)
+    assert packed.attended == int((packed.arrays().position + 1).sum()) == 1 + 2 + 3 + 4 + 5 + 3 + 4
+
+
+def test_only_ids_and_log_probabilities_take_room() -> None:
+    """A row of 100,000 tokens and 200 turns."""
+    target = np.arange(100_000) % 500 >= 250
+    (packed,) = pack_rows([Row("e", 0, np.arange(100_000), target, np.zeros(100_000), 0.5, 1.0)], 100_000)
+    assert len(msgspec.msgpack.encode(packed)) < 4 * packed.tokens + 4 * packed.targets + 200 * 25
+
+
+def changed(**values: object) -> dict[str, object]:
+    """The wire form of rows [abcDE] [abXY], changed."""
+    run = {"run": [3, 5, 1.0, -1], **{k: v for k, v in values.items() if k == "run"}}["run"]
+    first = [0, 0, 0.5, 1.0, 0, 5, [run]]
+    second = [0, 1, 0.5, 1.0, 2, 4, [[2, 4, 1.0, 7]]]
+    names = ("execution", "trajectory", "weight", "advantage", "shared", "length")
+    for name, value in values.items():
+        if name in names:
+            second[names.index(name)] = value
+    whole = {"ids": b"\0" * 28, "logprobs": b"\0" * 16, "rows": [first, second], "executions": ["e"], "budget": 7}
+    return whole | {name: value for name, value in values.items() if name in whole}
+
+
+def test_the_wire_form() -> None:
+    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(changed()), type=Packed)
+    assert packed.arrays().source.tolist() == [2, 3, 1, 5]
+    assert packed.arrays().version.tolist() == [-1, -1, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ids": b"\0" * 27}, "4 bytes each"),
+        ({"ids": b"\0" * 24}, "7 tokens and 4 targets, but 6 ids"),
+        ({"logprobs": b"\0" * 20}, "but 7 ids and 5 log-probabilities"),
+        ({"logprobs": b"\0\0\xc0\x7f" * 4}, "finite"),
+        ({"shared": 6, "length": 8}, "shares 6 with the one before, of 5"),
+        ({"shared": 5}, "of 4 tokens shares 5"),
+        ({"shared": -1}, "shares -1"),
+        ({"execution": 1}, "execution 1, of 1"),
+        ({"execution": -1}, "execution -1"),
+        ({"trajectory": 1 << 32}, "trajectory number"),
+        ({"weight": float("nan")}, "must be finite"),
+        ({"advantage": float("inf")}, "must be finite"),
+        ({"run": [0, 2, 1.0, -1]}, r"targets \[0, 2\), expected a run at or after 1"),
+        ({"run": [3, 6, 1.0, -1]}, r"of 5 tokens has targets \[3, 6\)"),
+        ({"run": [3, 3, 1.0, -1]}, "expected a run"),
+        ({"run": [3, 5, 0.0, -1]}, "temperature 0.0"),
+        ({"run": [3, 5, 1.0, -2]}, "version -2"),
+    ],
+)
+def test_what_would_index_out_of_range_is_refused_on_arrival(values: dict[str, object], message: str) -> None:
+    with pytest.raises(BadRow, match=message):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(changed(**values)), type=Packed)
+
+
+def test_runs_of_targets_do_not_overlap() -> None:
+    (packed,) = pack_rows([row("aBCD", 0)], 4)
+    (only,) = packed.rows
+    runs = (TargetRun(1, 3), TargetRun(2, 3))
+    with pytest.raises(BadRow, match="at or after 3"):
+        msgspec.structs.replace(packed, rows=(msgspec.structs.replace(only, targets=runs),))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cmp_to_key
+from itertools import pairwise
 
 from gyre_traj.paths import Path, fork
 
@@ -41,20 +42,17 @@ class Forest[P: Path]:
         after = fork(path, self.paths[at]).shared if at < len(self.paths) else 0
         self._insert(at, path, before, after)
 
+    def among(self, places: Sequence[int]) -> list[int]:
+        """What the path at each of these places, ascending, shares with the one before it of them."""
+        return [min(self.shared[a + 1 : b + 1]) if a >= 0 else 0 for a, b in pairwise((-1, *places))]
+
     def remove(self, places: Iterable[int]) -> None:
         """Take the paths at these places out."""
         gone = set(places)
-        paths, lengths, shared = [], [], []
-        least = 0  # what the next path that stays shares with the last one that stayed
-        for i, path in enumerate(self.paths):
-            least = min(least, self.shared[i])
-            if i not in gone:
-                paths.append(path)
-                lengths.append(self.lengths[i])
-                shared.append(least)
-                least = self.lengths[i]
-        self.paths, self.lengths, self.shared = paths, lengths, shared
-        self.tokens = sum(lengths) - sum(shared)
+        stay = [i for i in range(len(self.paths)) if i not in gone]
+        self.shared = self.among(stay)
+        self.paths, self.lengths = [self.paths[i] for i in stay], [self.lengths[i] for i in stay]
+        self.tokens = sum(self.lengths) - sum(self.shared)
 
     def _insert(self, at: int, path: P, before: int, after: int) -> None:
         self.paths.insert(at, path)
@@ -75,11 +73,12 @@ class Piece:
     tokens: int
 
 
-def cut[P: Path](forest: Forest[P], limit: int) -> list[Piece]:
+def cut[P: Path](forest: Forest[P], limit: int, free: int = 0) -> list[Piece]:
     """Cut a forest between paths into pieces of at most `limit` tokens, repeating as few tokens as possible.
 
     A cut repeats what the paths beside it share, so the best cuts of the first j paths are the best cuts of the first
-    i, for some i < j, and one before path i. A path longer than the limit is a piece of its own. O(paths).
+    i, for some i < j, and one before path i. Where that repeats at most `free` tokens there is always a cut. A path
+    longer than the limit is a piece of its own. O(paths).
     """
     n = len(forest.paths)
     lengths, shared = forest.lengths, forest.shared
@@ -90,7 +89,7 @@ def cut[P: Path](forest: Forest[P], limit: int) -> list[Piece]:
     start = [0] * (n + 1)  # of the last piece then
     best: deque[tuple[int, int]] = deque()  # (repeated, start of the last piece), ascending in both
     for j in range(n):
-        cost = repeated[j] + shared[j]
+        cost = repeated[j] + (shared[j] if shared[j] > free else 0)
         while best and best[-1][0] >= cost:  # a later start is as good and leaves more room
             best.pop()
         best.append((cost, j))

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Literal
 
 from gyre_traj.errors import BadRow
-from gyre_traj.forest import Forest, cut
+from gyre_traj.forest import Forest
 from gyre_traj.packed import Packed
-from gyre_traj.packing import balance, fill, lay_out, load, usable
+from gyre_traj.packing import assign, balance, lay_out, load, places, usable
 from gyre_traj.rows import Row
 
 
@@ -58,7 +58,7 @@ class Packer:
         limit = self.window * self.budget
         if self.pending < limit and all(len(row) <= self.budget for row in kept):
             return []
-        bins = sorted(fill(cut(self._waiting, self.budget), self.budget), key=load, reverse=True)
+        bins = sorted(assign(self._waiting, self.budget), key=load, reverse=True)
         waiting = sum(map(load, bins))
         due: list[Packed] = []
         left: list[int] = []
@@ -67,7 +67,7 @@ class Packer:
                 break
             waiting -= load(placed)
             due.append(lay_out(self._waiting, placed, self.budget))
-            left.extend(place for piece in placed for place in range(piece.first, piece.last))
+            left.extend(places(placed))
         self._waiting.remove(left)
         return due
 

@@ -18,6 +18,7 @@ __all__ = ["Packed", "PackedArrays", "Row", "pack_forests", "pack_rows"]
 
 Bin = list[Piece]
 _ROUNDS = 8  # of narrowing the budget
+_SHORT = (32, 8)  # a budget's share that a prefix may be, to be repeated for a better fit
 
 
 def pack_rows(rows: Sequence[Row], budget: int) -> list[Packed]:
@@ -55,29 +56,42 @@ def usable(rows: Sequence[Row], budget: int) -> list[Row]:
     return [row for row in (row.trimmed() for row in rows) if row.segments]
 
 
-def balance(forest: Forest[Row], budget: int) -> list[Bin]:
-    """Return as few bins as best-fit-decreasing needs, as equal as the lowest budget with as few makes them.
+def assign(forest: Forest[Row], budget: int) -> list[Bin]:
+    """Bins of at most `budget` tokens but for rows that are longer: the fewest, then those that repeat least.
 
-    Narrowing the budget is MULTIFIT (Coffman, Garey and Johnson, 1978); it never costs a repeated token.
+    The largest pieces repeat least; those that are cut at every short prefix may fit together better.
     """
-    bins = fill(cut(forest, budget), budget)
-    loads = [load(placed) for placed in bins]
-    within = [tokens for tokens in loads if tokens <= budget]
+    tries = [0, *(budget // part for part in _SHORT)]
+    return min((fill(cut(forest, budget, free), budget) for free in tries), key=_cost)
+
+
+def balance(forest: Forest[Row], budget: int) -> list[Bin]:
+    """As `assign`, with the loads as equal as the lowest budget that needs no more bins or tokens makes them.
+
+    Narrowing the budget is MULTIFIT (Coffman, Garey and Johnson, 1978).
+    """
+    bins = assign(forest, budget)
+    within = [load(placed) for placed in bins if load(placed) <= budget]
     if not within:
         return bins
+    most, tokens = len(bins), sum(map(load, bins))
     low, high = -(-sum(within) // len(within)), max(within)
     for _ in range(_ROUNDS):
         if low >= high:
             break
         limit = (low + high) // 2
-        tried = fill(cut(forest, limit), limit)
-        loads_tried = [load(placed) for placed in tried]
-        if len(tried) <= len(bins) and sum(loads_tried) <= sum(loads):
-            bins, loads, high = tried, loads_tried, limit
+        tried = assign(forest, limit)
+        if len(tried) <= most and sum(map(load, tried)) <= tokens:
+            bins, high = tried, limit
         else:
             low = limit + 1
-    even = _spread([piece for placed in bins for piece in placed], len(bins))
-    return even if max(map(load, even)) <= max(loads) else bins
+    return _evened([placed for placed in bins if load(placed) <= budget]) + [
+        placed for placed in bins if load(placed) > budget
+    ]
+
+
+def _cost(bins: list[Bin]) -> tuple[int, int]:
+    return len(bins), sum(map(load, bins))
 
 
 def fill(pieces: Iterable[Piece], budget: int) -> list[Bin]:
@@ -96,15 +110,15 @@ def fill(pieces: Iterable[Piece], budget: int) -> list[Bin]:
     return bins
 
 
-def _spread(pieces: Iterable[Piece], bins: int) -> list[Bin]:
-    """Longest first, each into the emptiest of so many bins."""
-    spread: list[Bin] = [[] for _ in range(bins)]
-    loads = [(0, number) for number in range(bins)]
-    for piece in _longest_first(pieces):
+def _evened(bins: list[Bin]) -> list[Bin]:
+    """Longest first, each piece into the emptiest of as many bins, unless that makes a fuller one than there was."""
+    evened: list[Bin] = [[] for _ in bins]
+    loads = [(0, number) for number in range(len(bins))]
+    for piece in _longest_first(piece for placed in bins for piece in placed):
         tokens, number = loads[0]
-        spread[number].append(piece)
+        evened[number].append(piece)
         heapq.heapreplace(loads, (tokens + piece.tokens, number))
-    return spread
+    return evened if max(loads)[0] <= max(map(load, bins)) else bins
 
 
 def _longest_first(pieces: Iterable[Piece]) -> list[Piece]:
@@ -112,48 +126,49 @@ def _longest_first(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def load(placed: Bin) -> int:
-    """Tokens of a bin."""
+    """Tokens of a bin, at most: its pieces may share what they were cut at."""
     return sum(piece.tokens for piece in placed)
 
 
+def places(placed: Bin) -> list[int]:
+    """Rows of a bin, in the forest's order."""
+    return sorted(i for piece in placed for i in range(piece.first, piece.last))
+
+
 def lay_out(forest: Forest[Row], placed: Bin, budget: int) -> Packed:
-    """Write a bin's rows: of each, what the one before it in its piece does not have."""
+    """Write a bin's rows: of each, what the one before it does not have."""
     executions: dict[str, int] = {}
     ids: list[memoryview] = []
     logprobs: list[memoryview] = []
-    packed: list[PackedRow] = []
-    for piece in placed:
-        for i in range(piece.first, piece.last):
-            row = forest.paths[i]
-            common = forest.shared[i] if i > piece.first else 0
-            targets: list[TargetRun] = []
-            depth = 0
-            for segment in row.segments:
-                n = len(segment.ids)
-                if depth + n > common:
-                    ids.append(segment.ids[max(0, common - depth) :].data)
-                if segment.target:
-                    logprobs.append(segment.logprobs.data)
-                    targets.extend(
-                        TargetRun(depth + span.start, depth + span.end, segment.temperature, span.version)
-                        for span in segment.runs()
-                    )
-                depth += n
-            packed.append(
-                PackedRow(
-                    executions.setdefault(row.execution, len(executions)),
-                    row.trajectory,
-                    row.weight,
-                    row.advantage,
-                    common,
-                    depth,
-                    tuple(targets),
+    rows: list[PackedRow] = []
+    chosen = places(placed)
+    for place, shared in zip(chosen, forest.among(chosen), strict=True):
+        row = forest.paths[place]
+        targets: list[TargetRun] = []
+        for depth, segment in row.placed():
+            if depth + len(segment.ids) > shared:
+                ids.append(segment.ids[max(0, shared - depth) :].data)
+            if segment.target:
+                logprobs.append(segment.logprobs.data)
+                targets.extend(
+                    TargetRun(depth + span.start, depth + span.end, segment.temperature, span.version)
+                    for span in segment.runs()
                 )
+        rows.append(
+            PackedRow(
+                execution=executions.setdefault(row.execution, len(executions)),
+                trajectory=row.trajectory,
+                weight=row.weight,
+                advantage=row.advantage,
+                shared=shared,
+                length=forest.lengths[place],
+                targets=tuple(targets),
             )
+        )
     return Packed(
         ids=b"".join(ids),
         logprobs=b"".join(logprobs),
-        rows=tuple(packed),
+        rows=tuple(rows),
         executions=tuple(executions),
         budget=budget,
     )
