@@ -113,9 +113,9 @@ def litellm(engine: str, program: str, scratch: Path) -> Iterator[Gateway]:
     )
     port = free_port()
     command = [program, "--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--telemetry", "False"]
-    with started(
-        command, scratch / "litellm.log", LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR", NO_DOCS="True"
-    ) as process:
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "NO_DOCS": "True"}
+    quiet["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"  # no key, as the others
+    with started(command, scratch / "litellm.log", **quiet) as process:
         yield Gateway("litellm", f"http://127.0.0.1:{port}", [process])
 
 
@@ -145,17 +145,18 @@ async def call(session: aiohttp.ClientSession, url: str, data: bytes, key: str) 
     return time.perf_counter() - begun
 
 
-async def ready(url: str, deadline: float = 120.0) -> None:
+async def ready(gateway: Gateway, deadline: float = 120.0) -> None:
     """Wait until a gateway answers a call."""
     end = time.monotonic() + deadline
     data = json.dumps(body(False, [{"role": "user", "content": "hi"}])).encode()
     async with aiohttp.ClientSession() as session:
         while True:
             try:
-                await call(session, url, data, "warm")
+                await call(session, gateway.url, data, "warm")
                 return
             except (aiohttp.ClientError, AssertionError):
-                if time.monotonic() > end:
+                if time.monotonic() > end or any(p.poll() is not None for p in gateway.processes):
+                    print(f"{gateway.name} does not answer", file=sys.stderr)
                     raise
                 await asyncio.sleep(0.3)
 
@@ -256,7 +257,7 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             else:
                 report["left_out"].append(name)
         for gateway in gateways:
-            await ready(gateway.url)
+            await ready(gateway)
         async for row in rounds(gateways, options):
             report["load"].append(row)
             print(".", end="", file=sys.stderr, flush=True)
