@@ -24,6 +24,7 @@ import pytest
 
 from gyre_agent_proxy.runner import harnesses
 from gyre_traj.log import read_log
+from gyre_traj.records import unpack_ids, unpack_logprobs
 from gyre_traj.tree import Tree
 
 CLI = [sys.executable, "-m", "gyre_agent_proxy.cli"]
@@ -98,7 +99,10 @@ CASES = {
     ),
     "openhands": Case(
         steps=[
-            Step(SHELL, [("terminal", {"command": "echo 41 > answer.txt", "summary": "Write 41", "security_risk": "LOW"})]),
+            Step(
+                SHELL,
+                [("terminal", {"command": "echo 41 > answer.txt", "summary": "Write 41", "security_risk": "LOW"})],
+            ),
             Step(
                 EDIT,
                 [
@@ -284,6 +288,32 @@ async def test_a_two_tool_task(bench, tmp_path, fence, name):
     instructed = [p for p in sent.values() if "--this line looks like an option" in bench.renderer.vocabulary.decode(p)]
     assert len(instructed) >= len(main)
     assert not (out / "homes" / "e0").exists()
+
+
+@pytest.mark.engine
+async def test_mini_swe_agent_with_a_real_engine(tiny_engine, tiny_model, tmp_path):
+    """A model of random weights says nothing to the point; what it samples is recorded all the same."""
+    adapter = require("mini-swe-agent")
+    kwargs = adapter.files["gyre.yaml"] + "    max_tokens: 16\n"
+    (tmp_path / "short.toml").write_bytes(
+        msgspec.toml.encode(msgspec.structs.replace(adapter, files={"gyre.yaml": kwargs}))
+    )
+    out = tmp_path / "out"
+    code, stdout, stderr = await run(
+        *("--harness", str(tmp_path / "short.toml"), "--instruction", "Say hello.", "--out", str(out), "--json"),
+        *("--engine", tiny_engine, "--model", str(tiny_model), "--budget", "200"),
+    )
+    assert code == 0, f"{stderr}\n{(out / 'logs' / 'harness.log').read_text()[-3000:]}"
+    assert json.loads(stdout)["counters"]["calls_untrainable"] == 0
+    log = read_log(out / "calls" / "e0.gtraj")
+    assert len(log.calls) == 3, "it gives up after three answers without a tool call"
+    for call in log.calls:
+        ids, logprobs = unpack_ids(call.output), unpack_logprobs(call.logprobs)
+        assert 0 < len(ids) == len(logprobs) <= 16
+        assert max(ids) < 1024
+        assert max(logprobs) < 0
+        assert [(span.start, span.end) for span in call.versions] == [(0, len(ids))]
+        assert log.delivered[call.call]
 
 
 @pytest.mark.parametrize("name", harnesses.names())

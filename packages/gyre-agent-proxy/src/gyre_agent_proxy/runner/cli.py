@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,31 +61,58 @@ def run(args: argparse.Namespace) -> int:
     from gyre_agent_proxy.runner.single import asked, execute
     from gyre_agent_proxy.runner.tasks import load_task
 
-    out: Path = (args.out or Path("runs") / f"{_label(args)}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunnerError(f"--out {str(out)!r} is not an empty folder; name another")
     try:
+        program = args.harness or tuple(shlex.split(args.program))
         config = RunnerConfig(
-            harness=args.harness or tuple(shlex.split(args.program)),
+            harness=program,
             folder=str(Path.cwd()),
-            env=dict(pair.split("=", 1) for pair in args.env),
+            env=_environment(args.env),
             budget=args.budget,
         )
         serving = ProxyConfig(engines=tuple(args.engine), template=args.template, context=args.context)
     except ValueError as e:
         raise RunnerError(f"{e}; correct the command line") from e
+    label = _label(program if isinstance(program, str) else "".join(program[:1]))
+    out: Path = (args.out or Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunnerError(f"--out {str(out)!r} is not an empty folder; name another")
+    if not args.model.is_dir():
+        raise RunnerError(
+            f"--model {str(args.model)!r} is not a folder; give the Hugging Face folder the engines serve"
+        )
     model = ModelConfig(path=str(args.model), name=args.name or args.model.resolve().name)
     task = load_task(args.task, scored=False) if args.task else asked(args.instruction, out / "task", args.workspace)
     say = lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)  # noqa: E731
-    finished = asyncio.run(execute(config, serving, model, task, out, say))
+    finished = asyncio.run(_ended_by_signals(execute(config, serving, model, task, out, say)))
     _show(finished, as_json=args.json)
     if finished.end.why != "exit 0":
         return HARNESS_FAILED
     return NO_SCORE if finished.outcome is not None and finished.outcome.score is None else 0
 
 
-def _label(args: argparse.Namespace) -> str:
-    return Path(args.harness or shlex.split(args.program)[0]).name.removesuffix(".toml")
+async def _ended_by_signals(execution: Coroutine[Any, Any, Finished]) -> Finished:
+    """SIGTERM does what SIGINT does. Raises `KeyboardInterrupt` once harness and proxy have ended."""
+    import asyncio
+    import signal
+
+    running = asyncio.ensure_future(execution)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+def _environment(pairs: list[str]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise ValueError(f"--env takes NAME=VALUE, got {pair!r}")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _label(program: str) -> str:
+    return "".join(c for c in Path(program).name.removesuffix(".toml") if c.isalnum() or c in "._-") or "command"
 
 
 def _show(finished: Finished, *, as_json: bool) -> None:

@@ -77,9 +77,9 @@ async def execute(
     Cancelling ends the harness and the proxy. Raises `RunnerError` and what `serve.proxy` raises.
     """
     kept = RunDir(folder)
-    await _reach(serving.engines)
     tokens = serving.context or context_of(Path(model.path))
     program = harness(config, model.name, "", kept.path / "instructions", context=tokens)
+    await _reach(serving.engines)
     secret = load_secret(kept.secret)
     async with proxy(serving, model, calls=kept.calls, secret=secret, metrics=kept.metrics / "proxy.json") as running:
         program = msgspec.structs.replace(program, base_url=running.url)
