@@ -163,7 +163,7 @@ def test_bad_input_is_one_line(bench_folder, tmp_path, make_task, free_port, cap
         ({"--budget": "-1"}, "budget must be a positive number"),
         ({"--env": "nothing"}, "NAME=VALUE"),
         ({"--workspace": "none"}, "cannot make the task"),
-        ({"--out": str(make_task())}, "is not an empty folder"),
+        ({"--out": str(tmp_path)}, "is not an empty folder"),
     ]
     for n, (change, says) in enumerate(wrong):
         given = {k: v for k, v in (good | {"--out": str(tmp_path / f"out{n}")} | change).items() if v is not None}
