@@ -409,6 +409,7 @@ def test_a_browser_is_not_taken_in_by_hostile_text(tmp_path: Path) -> None:
         assert (root.get("data-ready"), root.get("data-error"), root.get("data-pwned")) == ("true", None, None)
         assert not [tag for tag, _ in tags if tag == "img"]
         assert "onerror=alert(1)" in text
+        assert not set(text) & {"\u202e", "\u2028", "\0"}  # what would hide is shown by name
 
 
 @browser

@@ -72,8 +72,8 @@ def test_the_page_shows_the_text(folder: Path, story, tmp_path: Path) -> None:
         call="c",
         execution="e",
         prompt=pack_ids(ids(folder, "hi<|end|>")),
-        output=pack_ids(ids(folder, "yes é")),
-        logprobs=pack_logprobs([-0.5] * 6),
+        output=pack_ids(ids(folder, "yes é</script>")),
+        logprobs=pack_logprobs([-0.5] * 15),
     )
     write_page(Log(header=Header(execution="e"), calls=[call]), tmp_path / "e.html", tokenizer=folder)
     html = (tmp_path / "e.html").read_text()
@@ -81,7 +81,8 @@ def test_the_page_shows_the_text(folder: Path, story, tmp_path: Path) -> None:
     shown = data["calls"][0]
     assert [data["tokens"][token][1] for token in shown["before"]["head"]] == ["h", "i", "<|end|>"]
     assert [data["tokens"][token][2] for token in shown["before"]["head"]] == [False, False, True]
-    assert "".join(data["tokens"][token][1] for token in shown["after"]["head"]) == "yes é"
+    assert "".join(data["tokens"][token][1] for token in shown["after"]["head"]) == "yes é</script>"
+    assert html.count("</script>") == 2  # what closes its own two scripts
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ BINS = 240  # of a curve
 _ALL_BINS = 1 << 16
 _SURPRISES = 8  # tokens listed a call
 _SURPRISING = math.log(0.1)
+_FIELDS = 40  # of a request or of its sampling parameters
 _CLIP = 300  # characters of a value of a request or of how an attempt ended
 
 
@@ -291,7 +293,8 @@ def _hundredths(values: Any) -> list[int | None]:
 
 
 def _settings(values: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    return tuple((str(key), _clip(value)) for key, value in values.items())
+    shown = [(_clip(key), _clip(value)) for key, value in islice(values.items(), _FIELDS)]
+    return (*shown, *([("…", f"{len(values) - _FIELDS} more")] if len(values) > _FIELDS else []))
 
 
 def _clip(value: Any) -> str:

@@ -83,12 +83,12 @@ def origins(tree: Tree) -> dict[str, str]:
     for node in tree.view().nodes:
         if node.call is None or node.offset:
             continue
-        way = [node]  # from the output before it, or from a root
-        while (
-            way[-1].parent is not None and way[-1].parent.parent is not None and (way[-1] is node or not way[-1].call)
-        ):
-            way.append(way[-1].parent)
-        before = way[-1].call if way[-1] is not node else None
+        way = [node]  # back to the output before it, or to a root
+        while (above := way[-1].parent) is not None and above.parent is not None:
+            way.append(above)
+            if above.call:
+                break
+        before = way[-1].call if len(way) > 1 else None
         why = _why(tuple(reversed(way)), siblings, names, since=1 if before else 0)
         if why != "first":
             found[node.call.call] = why

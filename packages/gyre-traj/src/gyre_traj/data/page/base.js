@@ -189,7 +189,7 @@ function select(call, leaf = -1) {
   }
   $("says").textContent =
     call >= 0
-      ? `Call ${calls[call].name}, ${calls[call].role}`
+      ? visible(`Call ${calls[call].name}, ${calls[call].role}`)
       : leaf >= 0
         ? `Trajectory ${leaf + 1}`
         : "Nothing selected";

@@ -55,7 +55,7 @@ function curve(call, jump) {
   for (const [place, value, token] of surprises) {
     const node = button("", () => jump(place));
     node.append(
-      el("span", "", visible(JSON.stringify(pieceOf(token)).slice(1, -1))),
+      el("span", "", JSON.stringify(pieceOf(token)).slice(1, -1)),
       el("span", "muted", `${nats(value)} · ${chance(value)}`),
     );
     node.title = `token ${whole(place)} of the output`;

@@ -2,7 +2,7 @@
 
 const detail = (() => {
   const box = $("detail");
-  const chip = (text, kind = "", colour = "") => el("span", `chip ${kind}`, colour ? key(colour) : "", visible(text));
+  const chip = (text, kind = "", colour = "") => el("span", `chip ${kind}`, colour ? key(colour) : "", text);
   const roleChip = (role) => chip(clip(role, 60), "", roleColour(role));
   const facts = (...pairs) => {
     const list = el("dl", "facts");
@@ -76,20 +76,16 @@ const detail = (() => {
     if (!["stop", "length"].includes(call.finish)) title.append(chip(call.finish, "bad"));
     const nodes = [
       title,
-      el("div", "id mono", visible(clip(call.call, 200))),
+      el("div", "id mono", clip(call.call, 200)),
       facts(
         ["here because", ...whyHere(call)],
         ["then", ...afterwards(call)],
         ["tokens", `${whole(call.prefix)} before + ${whole(call.prompt)} prompt → ${whole(call.output)} sampled`],
-        ["finish", visible(call.finish), call.stop ? ` at ${visible(JSON.stringify(call.stop))}` : ""],
+        ["finish", call.finish, call.stop ? ` at ${JSON.stringify(call.stop)}` : ""],
         ["delivered", call.delivered ? "yes" : "no: the harness never got the whole answer, as far as is recorded"],
         [
           "trainable",
-          call.output
-            ? call.untrainable
-              ? `no: ${visible(call.untrainable)}`
-              : `yes, ${plural(call.output, "token")}`
-            : "",
+          call.output ? (call.untrainable ? `no: ${call.untrainable}` : `yes, ${plural(call.output, "token")}`) : "",
         ],
         [
           "time",
@@ -99,7 +95,7 @@ const detail = (() => {
         ],
         ["engine", call.attempts.length === 1 ? attempt(call) : call.attempts.length ? "" : "not recorded"],
         ["versions", ...versions(call)],
-        ["dialect", visible(call.dialect)],
+        ["dialect", call.dialect],
       ),
     ];
     if (call.attempts.length > 1) {
@@ -107,11 +103,7 @@ const detail = (() => {
       nodes.push(
         table(
           [["engine"], ["tokens", "n"], ["ended", "wide"]],
-          call.attempts.map(([engine, tokens, end]) => [
-            visible(clip(page.engines[engine], 80)),
-            whole(tokens),
-            visible(end),
-          ]),
+          call.attempts.map(([engine, tokens, end]) => [clip(page.engines[engine], 80), whole(tokens), end]),
         ),
       );
     }
@@ -161,7 +153,7 @@ const detail = (() => {
   function attempt(call) {
     const [[engine, tokens, end]] = call.attempts;
     return (
-      visible(clip(page.engines[engine], 80)) +
+      clip(page.engines[engine], 80) +
       (tokens === call.output ? "" : `, ${plural(tokens, "token")}`) +
       (end === call.finish ? "" : `, ended: ${end}`)
     );
@@ -178,7 +170,7 @@ const detail = (() => {
 
   function settings(name, pairs) {
     const box_ = el("details", "", el("summary", "", name));
-    box_.append(facts(...pairs.map(([k, v]) => [clip(k, 40), el("span", "mono", visible(v))])));
+    box_.append(facts(...pairs.map(([k, v]) => [clip(k, 40), el("span", "mono", v)])));
     return pairs.length ? box_ : "";
   }
 
@@ -281,7 +273,7 @@ const detail = (() => {
               ["calls", "n"],
               ["why", "wide"],
             ],
-            [...why].map(([text, n]) => [whole(n), visible(text)]),
+            [...why].map(([text, n]) => [whole(n), text]),
           )
         : "",
       el("h3", "", "Keys"),

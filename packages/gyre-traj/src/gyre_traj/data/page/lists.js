@@ -9,7 +9,7 @@ const lists = (() => {
       .split(/( |(?=[:,]))/)
       .map((word) => (byId.has(word) ? calls[byId.get(word)].name : word))
       .join("");
-  const role = (name) => el("span", "", key(roleColour(name), "dot"), ` ${visible(clip(name, 40))}`);
+  const role = (name) => el("span", "", key(roleColour(name), "dot"), ` ${clip(name, 40)}`);
   const rank = new Map(page.selected.map(([leaf, targets], i) => [leaf, [i + 1, targets]]));
   const kinds = {
     trajectories: {
@@ -29,7 +29,7 @@ const lists = (() => {
           (leaf, i) => rank.get(i)?.[0] ?? 1e9,
           (v) => (v < 1e9 ? `${ordinal(v)}, ${plural(page.selected[v - 1][1], "target")}` : "–"),
         ],
-        ["why it is there", (leaf) => (leaf.delivered ? "" : "undelivered; ") + brief(leaf.why), visible, "wide"],
+        ["why it is there", (leaf) => (leaf.delivered ? "" : "undelivered; ") + brief(leaf.why), String, "wide"],
       ],
       on: (i) => state.leaf === i,
       go: (i) => select(-1, state.leaf === i ? -1 : i),
@@ -47,13 +47,8 @@ const lists = (() => {
         ["sampled", (call) => call.output, whole, "n"],
         ["log-prob", (call) => call.curve?.mean ?? 1e9, (v) => (v < 1e9 ? nats(v) : "–"), "n"],
         ["version", (call) => [...new Set(call.versions.map(([v]) => v))].join(", ") || "–", String],
-        [
-          "engine",
-          (call) => call.attempts.map(([e]) => page.engines[e]).join(" → "),
-          (v) => visible(clip(v, 60)),
-          "ellipsis",
-        ],
-        ["finish", (call) => call.finish, (v) => visible(clip(v, 20))],
+        ["engine", (call) => call.attempts.map(([e]) => page.engines[e]).join(" → "), (v) => clip(v, 60), "ellipsis"],
+        ["finish", (call) => call.finish, (v) => clip(v, 20)],
         [
           "",
           (call) =>

@@ -54,8 +54,8 @@
     el(
       "div",
       "name",
-      el("h1", "", visible(clip(report.execution, 200)) || "(unnamed)"),
-      el("div", "sub", visible(about.filter(Boolean).join(" · "))),
+      el("h1", "", clip(report.execution, 200) || "(unnamed)"),
+      el("div", "sub", about.filter(Boolean).join(" · ")),
     ),
     figures,
   );
@@ -110,7 +110,7 @@
   function toolbar() {
     mark($("colour"), state.colour);
     mark($("scale"), state.scale);
-    const item = (colour, name, kind = "") => el("span", "", key(colour, kind), visible(clip(name, 32)));
+    const item = (colour, name, kind = "") => el("span", "", key(colour, kind), clip(name, 32));
     const legend = {
       role: () => page.roles.slice(0, 8).map((role) => item(roleColour(role), role)),
       version: () => report.versions.slice(0, 8).map((version) => item(versionColour(version), `version ${version}`)),

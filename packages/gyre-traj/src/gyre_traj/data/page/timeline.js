@@ -179,7 +179,7 @@ const timeline = (() => {
         el(
           "div",
           "muted",
-          `${call.attempts.length} attempts: ${call.attempts.map(([e, n]) => `${visible(clip(page.engines[e], 40))} ${n}`).join(" → ")} tokens`,
+          `${call.attempts.length} attempts: ${call.attempts.map(([e, n]) => `${clip(page.engines[e], 40)} ${n}`).join(" → ")} tokens`,
         ),
       );
     showTip(event, ...lines);

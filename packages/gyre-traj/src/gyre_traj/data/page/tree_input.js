@@ -27,8 +27,8 @@
         call.attempts.length > 1 ? `${call.attempts.length} attempts` : "",
         `finish ${call.finish}`,
       ];
-      lines.push(el("div", "muted", visible(facts.filter(Boolean).join(" · "))));
-      if (call.untrainable) lines.push(el("div", "muted", `not trainable: ${visible(call.untrainable)}`));
+      lines.push(el("div", "muted", facts.filter(Boolean).join(" · ")));
+      if (call.untrainable) lines.push(el("div", "muted", `not trainable: ${call.untrainable}`));
       if (call.output) lines.push(el("div", "peek", peek(call.after)));
     } else if (call) {
       lines.push(el("div", "muted", `brought by ${call.role} ${call.name}`));
