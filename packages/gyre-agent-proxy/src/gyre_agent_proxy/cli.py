@@ -1,4 +1,4 @@
-"""gyre-agent-proxy serve | run | runner | harnesses | roles"""
+"""gyre-agent-proxy serve | run | replay | runner | harnesses | roles"""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def main(argv: list[str] | None = None) -> int:
     serve.add_argument("--context", type=int, default=0, help="tokens an engine takes (default: what the model says)")
     serve.add_argument("--secret", type=Path, help="file that signs API keys; without it every key is an execution")
     cli_run.add(commands)
+    again = commands.add_parser("replay", help="send recorded traffic through a proxy, print how it went and the tree")
+    again.add_argument("capture", type=Path, help="JSON list, or JSON Lines, of path, headers, body, response")
+    again.add_argument("--engine", action="append", required=True, metavar="URL", help="an SGLang server; repeatable")
+    again.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="the Hugging Face folder they serve")
+    again.add_argument("--template", default="auto", help="auto, chatml, or a name of the renderers package")
+    again.add_argument("--calls", type=Path, metavar="FOLDER", help="where the call log goes (default: it is not kept)")
+    again.add_argument("--json", action="store_true", help="print the result as JSON")
     runner = commands.add_parser("runner", help="run a run's executions and score them")
     runner.add_argument("--config", type=Path, required=True, help="the run's resolved config")
     roles = commands.add_parser("roles", help="print a role table")
@@ -42,9 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         return _guard(lambda: _roles(args) if args.command == "roles" else cli_run.show_harnesses(args))
     import logging
 
-    if args.command == "run":
+    if args.command in ("run", "replay"):
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-        return _guard(lambda: cli_run.run(args))
+        return _guard(lambda: cli_run.run(args) if args.command == "run" else _replay(args))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     return _guard(lambda: _runner(args) if args.command == "runner" else _serve(args))
 
@@ -97,6 +104,47 @@ async def _alone(args: argparse.Namespace) -> None:
         await until_stopped(running)
 
 
+def _replay(args: argparse.Namespace) -> int:
+    """Exit code 1 when an exchange was not answered with 200."""
+    import asyncio
+    import tempfile
+
+    import msgspec
+
+    from gyre_agent_proxy.config import ModelConfig, ProxyConfig
+    from gyre_agent_proxy.replay import Replayed, load_capture, replay
+    from gyre_agent_proxy.serve import proxy
+    from gyre_traj import Tree, read_log
+    from gyre_traj.report import describe, render
+
+    capture = load_capture(args.capture)
+    config = ProxyConfig(engines=tuple(args.engine), template=args.template)
+    model = ModelConfig(path=str(args.model), name=args.model.resolve().name)
+
+    async def run(calls: Path) -> tuple[list[Replayed], dict[str, int], list[Tree]]:
+        found = []
+        async with proxy(config, model, calls=calls) as running:
+            async for one in replay(capture, running.url, "replay"):
+                print(
+                    f"{one.index:4} {one.method:5}{one.path:32}{one.status:4}{one.seconds:9.3f} s {one.detail}",
+                    file=sys.stderr,
+                )
+                found.append(one)
+            counts = dict(running.service.metrics.counts)
+        return found, counts, [Tree.from_log(read_log(log)) for log in sorted(calls.glob("*.gtraj"))]
+
+    with tempfile.TemporaryDirectory() as scratch:
+        exchanges, counts, trees = asyncio.run(run(args.calls or Path(scratch)))
+    if args.json:
+        report = {"exchanges": exchanges, "counters": counts, "trees": [describe(tree) for tree in trees]}
+        print(msgspec.json.encode(report).decode())
+    else:
+        print("counters", ", ".join(f"{name} {n}" for name, n in counts.items() if n))
+        for tree in trees:
+            print(render(tree))
+    return int(any(one.status != 200 for one in exchanges))
+
+
 def _runner(args: argparse.Namespace) -> int:
     import asyncio
 
@@ -114,9 +162,11 @@ def _roles(args: argparse.Namespace) -> int:
 
     table = Roles.load(args.table)
     if args.json:
-        print(msgspec.json.encode({"role_header": table.role_header, "rules": table.rules}).decode())
+        shown = {"role_header": table.role_header, "caller_headers": table.caller_headers, "rules": table.rules}
+        print(msgspec.json.encode(shown).decode())
         return 0
     print(f"header {table.role_header}: the role it names")
+    print(f"headers {', '.join(table.caller_headers) or 'none'}: tell agents of one execution apart")
     for rule in table.rules:
         conditions = ", ".join(
             f"{f} {v!r}"

@@ -93,6 +93,10 @@ class ModelError(ProxyError):
     """The model folder lacks what rendering needs."""
 
 
+class CaptureError(ProxyError):
+    """Recorded traffic cannot be read."""
+
+
 class RoleTableError(ProxyError):
     """A role table cannot be read."""
 

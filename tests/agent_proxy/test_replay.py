@@ -1,0 +1,70 @@
+"""`gyre-agent-proxy replay`: recorded traffic of real harnesses through a proxy, from the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gyre_agent_proxy.errors import CaptureError
+from gyre_agent_proxy.replay import load_capture
+
+CAPTURES = Path(__file__).parents[1] / "fixtures" / "captures"
+
+
+async def run(*arguments):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gyre_agent_proxy.cli", "replay", *map(str, arguments)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 120)
+    return process.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.parametrize("name", ["mini-swe-agent/mini-par", "claude-code/par", "codex/basic"])
+async def test_a_capture_passes_and_its_calls_are_known_again(bench, name):
+    engine = await bench.engine()
+    path = CAPTURES / f"{name}.json"
+    exchanges = load_capture(path)
+    for _ in exchanges:  # as many tool calls as anybody was answered with
+        bench.brain.says('<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>' * 3)
+    code, out, err = await run(path, "--engine", engine.url, "--model", bench.folder, "--template", "chatml", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert [e["status"] for e in report["exchanges"]] == [200] * len(exchanges)
+    (tree,) = report["trees"]
+    assert tree["calls"] == report["counters"]["calls"] > 1
+    assert report["counters"]["forks"] == 0
+
+
+async def test_an_exchange_that_fails_is_shown_and_is_the_exit_code(bench, tmp_path):
+    engine = await bench.engine()
+    capture = tmp_path / "capture.jsonl"
+    capture.write_text(
+        '{"path": "/v1/chat/completions", "body": {"messages": []}}\n{"method": "GET", "path": "/health"}\n'
+    )
+    code, out, err = await run(capture, "--engine", engine.url, "--model", bench.folder, "--template", "chatml")
+    assert code == 1
+    assert "400" in err
+    assert "at least one message" in err
+    assert "calls_refused 1" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "no exchange"), ("nonsense", "not a capture"), ("[1]", "not a capture"), ('[{"body": {}}]', "not a capture")],
+)
+def test_what_is_no_capture_is_refused(tmp_path, text, message):
+    path = tmp_path / "capture.json"
+    path.write_text(text)
+    with pytest.raises(CaptureError, match=message):
+        load_capture(path)
+
+
+def test_a_capture_that_is_not_there(tmp_path):
+    with pytest.raises(CaptureError, match="cannot read"):
+        load_capture(tmp_path / "none.json")
