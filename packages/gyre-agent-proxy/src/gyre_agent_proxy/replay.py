@@ -1,8 +1,8 @@
 """Replays recorded traffic of a harness through a proxy: does every request pass, and what tree does it make?
 
 A capture is a JSON list of exchanges, or JSON Lines of them: `{"method", "path", "headers", "body", "response"}`, as a
-recording proxy in between writes them. Answers come from the engine, so they differ from those recorded; the ids of tool calls
-in later requests are replaced, in order, by the ones this proxy made, as a harness would have sent them.
+recording proxy in between writes them. Answers come from the engine, so they differ from those recorded; the ids of
+tool calls in later requests are replaced, in order, by the ones this proxy made, as a harness would have sent them.
 """
 
 from __future__ import annotations
