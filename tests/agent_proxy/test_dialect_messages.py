@@ -317,6 +317,25 @@ async def test_a_cut_stream_is_repeated_without_streaming_and_gets_the_same_answ
     assert only_log(bench).calls[0].request["billing_header"].startswith("x-anthropic-billing-header: cc_version")
 
 
+async def test_two_agents_that_ask_the_same_are_two_calls_and_one_that_repeats_is_one(bench):
+    engine = await bench.engine()
+    engine.hold = 1
+    bench.brain.says("one", "two")
+    async with bench.proxy(disconnect_grace=60.0) as proxy, client(proxy) as api:
+        body = {"model": "m", "max_tokens": 99, "messages": [USER]}
+        running = [
+            asyncio.create_task(api.messages.create(**body, extra_headers={"x-claude-code-agent-id": agent}))
+            for agent in ("a", "b", "a")
+        ]
+        while len(engine.requests) < 2 or proxy.service.metrics.counts["duplicates"] < 1:
+            await asyncio.sleep(0.01)
+        engine.release()
+        got = [texts(m)[0] for m in await asyncio.gather(*running)]
+        assert got[0] == got[2]
+        assert proxy.service.metrics.counts["duplicates"] == 1
+    assert len(engine.requests) == 2
+
+
 @pytest.mark.parametrize("said", ["one two three four", "<think>\none two three", LOOK % "one two three"])
 async def test_a_turn_cut_by_the_limit_is_resumed(bench, said):
     await bench.engine()

@@ -1,6 +1,7 @@
 """Which role a call has: a table of rules (TOML), the first that matches wins.
 
     role_header = "x-gyre-role"          # a request that carries it says its role itself
+    caller_headers = ["x-session-id"]    # tell agents of one execution apart: equal requests of two are two calls
 
     [[rule]]
     harness = "opencode"                 # for the reader
@@ -72,15 +73,19 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role_header: str = "x-gyre-role"
+    caller_headers: tuple[str, ...] = ()
     rule: tuple[Rule, ...] = ()
 
 
 class Roles:
     """A role table."""
 
-    def __init__(self, rules: Sequence[Rule], role_header: str = "x-gyre-role") -> None:
+    def __init__(
+        self, rules: Sequence[Rule], role_header: str = "x-gyre-role", caller_headers: Sequence[str] = ()
+    ) -> None:
         self.rules = tuple(rules)
         self.role_header = role_header
+        self.caller_headers = tuple(caller_headers)
 
     @classmethod
     def load(cls, source: str = "default") -> Roles:
@@ -95,7 +100,11 @@ class Roles:
             raise RoleTableError(f"cannot read the role table {source!r}: {e.strerror}; set proxy.roles") from e
         except msgspec.DecodeError as e:
             raise RoleTableError(f"the role table {source!r} is wrong: {e}") from e
-        return cls(table.rule, table.role_header)
+        return cls(table.rule, table.role_header, table.caller_headers)
+
+    def caller(self, headers: Mapping[str, str]) -> tuple[str, ...]:
+        """Which agent of an execution asks, as far as its headers say."""
+        return tuple(headers[name] for name in self.caller_headers if name in headers)
 
     def role(self, headers: Mapping[str, str], conversation: Conversation) -> tuple[str, bool]:
         """Return (role, whether a rule or the header named it); headers: lower-case or case-insensitive names."""

@@ -15,7 +15,7 @@ import msgspec
 
 from gyre_agent_proxy.attempt import Attempt
 from gyre_agent_proxy.budget import fit
-from gyre_agent_proxy.conversation import Conversation, Reply, Request, Sampling, ToolCall
+from gyre_agent_proxy.conversation import Conversation, Reply, Request, Sampling, ToolCall, digest
 from gyre_agent_proxy.errors import EngineError, ExecutionEnded, NoEngine, ProxyError, RecordError, TooBusy
 from gyre_agent_proxy.generate import Engines, Generation
 from gyre_agent_proxy.history import History, Node, Plan
@@ -69,6 +69,8 @@ class Service:
         if self._stopping:
             raise NoEngine("the proxy is stopping; ask again when it is back")
         execution = self._execution(name)
+        if caller := self._roles.caller(headers):
+            request = msgspec.structs.replace(request, digest=digest(request.digest, *caller).hex())
         earlier = execution.attempts.get(request.digest)
         if earlier is not None and earlier.joinable:
             self.metrics.add("duplicates")
