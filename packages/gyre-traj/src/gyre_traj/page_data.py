@@ -1,8 +1,8 @@
 """What the page of an execution draws: its bars, calls and texts, as plain data of bounded size.
 
-Shown whole are the first and last tokens of each prompt and output: of all passages together at most `TOKENS`, each cut
-in its middle to the longest length for which that holds. Curves of log-probabilities come in at most `BINS` bins a
-call, fewer when there are many calls.
+All prompts and outputs together show at most `TOKENS` tokens: the longer ones are cut in their middle, to the greatest
+length for which that holds, and none shows more than `LONGEST`. Curves of log-probabilities come in at most `BINS` bins
+a call, fewer when there are many calls.
 """
 
 from __future__ import annotations
