@@ -374,6 +374,12 @@ def wires() -> Any:
     return _part("replay").WIRES
 
 
+@pytest.fixture(scope="session")
+def talk() -> Any:
+    """`talk(http, proxy)`: asks for responses; see parts/responses.py."""
+    return _part("responses").Talk
+
+
 def _part(name: str) -> Any:
     full = f"gyre_test_agent_proxy_{name}"
     if full not in sys.modules:

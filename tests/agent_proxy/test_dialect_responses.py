@@ -1,33 +1,17 @@
-"""OpenAI Responses through the proxy: what Codex sent, and the openai client over scripted engines."""
+"""OpenAI Responses through the proxy, with the openai client, over scripted engines."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-from pathlib import Path
-from typing import Annotated, get_args
 
-import msgspec
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import Field, TypeAdapter
+from openai.types.responses import Response
 
-from gyre_agent_proxy.conversation import Reply, Sampling, ToolCall
-from gyre_agent_proxy.dialects import responses
-from gyre_agent_proxy.dialects.base import Defaults, Opening
-from gyre_agent_proxy.errors import BadRequest
-from gyre_agent_proxy.history import History
-from gyre_agent_proxy.roles import Roles
-from gyre_agent_proxy.template import CHATML
 from gyre_traj.log import read_log
 
-CAPTURES = Path(__file__).parents[1] / "fixtures" / "captures" / "codex"
-EVENT = TypeAdapter(Annotated[get_args(ResponseStreamEvent)[0], Field(discriminator="type")])
-
+ASK = [{"role": "user", "content": "hi"}]
 BASH = {
     "type": "function",
     "name": "bash",
@@ -55,159 +39,9 @@ def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def read(asked=ASK, media="note", **body):
-    return responses.read_request(json.dumps({"input": asked, **body}).encode(), Defaults(max_tokens=77, media=media))
-
-
-def said(*items, **body):
-    return read([*ASK, *items], **body).conversation.messages[1:]
-
-
-def known(value):
-    """An object without what is newer than the client library: namespaces among the tools."""
-    if isinstance(value.get("response"), dict):
-        return value | {"response": known(value["response"])}
-    if "tools" in value:
-        return value | {"tools": [t for t in value["tools"] if t["type"] != "namespace"]}
-    return value
-
-
-async def events_of(http, proxy, path="/v1/responses", **body):
-    """The events of one stream, each valid by the client library's types, in an order that adds up."""
-    body = {"model": "m", "input": ASK, "stream": True} | body
-    async with http.post(f"{proxy.url}{path}", json=body, headers={"Authorization": "Bearer k"}) as response:
-        assert response.status == 200, await response.text()
-        raw = await response.text()
-    events = []
-    for block in raw.strip().split("\n\n"):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-        if events[-1]["type"] != "keepalive":
-            EVENT.validate_python(known(events[-1]))
-    check(events)
-    return events
-
-
-def check(events):
-    """One identity an item, deltas that make up what is done, numbers that rise by one."""
-    assert [e["sequence_number"] for e in events] == list(range(len(events)))
-    events = [e for e in events if e["type"] != "keepalive"]
-    assert [e["type"] for e in events[:2]] == ["response.created", "response.in_progress"]
-    final = events[-1]["response"]
-    assert events[-1]["type"] == f"response.{final['status']}"
-    for e in events[:2]:
-        assert (e["response"]["id"], e["response"]["status"], e["response"]["output"]) == (
-            final["id"],
-            "in_progress",
-            [],
-        )
-    done, open_item, deltas = [], None, {}
-    for e in events[2:-1]:
-        kind = e["type"].removeprefix("response.")
-        if kind == "output_item.added":
-            assert open_item is None
-            assert (e["output_index"], e["item"]["status"]) == (len(done), "in_progress")
-            open_item, deltas = e["item"], {}
-        elif kind == "output_item.done":
-            assert (e["output_index"], e["item"]["id"], e["item"]["type"]) == (
-                len(done),
-                open_item["id"],
-                open_item["type"],
-            )
-            done.append(e["item"])
-            open_item = None
-        else:
-            assert (e["item_id"], e["output_index"]) == (open_item["id"], len(done))
-            what, _, end = kind.rpartition(".")
-            if end == "delta":
-                deltas[what] = deltas.get(what, "") + e["delta"]
-            elif end == "done" and what in deltas:
-                assert deltas[what] == next(e[f] for f in ("text", "arguments", "input") if f in e)
-    if final["status"] != "failed":
-        assert open_item is None
-        assert done == final["output"]
-
-
-async def ask(api, http, proxy, *, stream, **body):
-    """The response object, whole or from the end of a stream: with the same brain they are equal."""
-    if stream:
-        return (await events_of(http, proxy, **body))[-1]["response"]
-    async with http.post(
-        f"{proxy.url}/v1/responses", json={"model": "m", "input": ASK, **body}, headers={"Authorization": "Bearer k"}
-    ) as response:
-        assert response.status == 200, await response.text()
-        return json.loads(await response.text())
-
-
 def shape(item):
     """An output item without what differs from call to call."""
     return {k: v for k, v in item.items() if k not in ("id", "call_id", "encrypted_content")}
-
-
-# --- Codex ---------------------------------------------------------------------------------------------------------
-
-# (of each call the call it continues, roles)
-M, A = "main", "sub-agent"
-EXPECTED = {
-    # one tool call, then the answer
-    "basic": ([None, 0], [M, M]),
-    # the same, with reasoning that comes back without its status
-    "think": ([None, 0], [M, M]),
-    # the second answer hits the token limit: Codex gives up
-    "trunc": ([None, 0], [M, M]),
-    # the first stream was cut: the second request is the first again, and joins its call
-    "cut": ([None, 0], [M, M]),
-    # `codex exec resume`: another user turn on the finished conversation
-    "resume": ([None, 0, 1], [M, M, M]),
-    # main spawns an agent and waits; the agent's calls, with fewer tools, are a root of their own; main goes on
-    "sub": ([None, 0, None, 2, 1], [M, M, A, A, M]),
-}
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-async def test_what_codex_sent(bench, http, replay, name):
-    done = await replay(bench, http, json.loads((CAPTURES / f"{name}.json").read_text()))
-    assert (done.parents, done.roles) == EXPECTED[name]
-    assert (done.counts["forks"], done.counts["foreign_turns"], done.counts["unknown_roles"]) == (0, 0, 0)
-    assert done.counts["left_out"] == len(done.log.calls), "web_search, in every call"
-    assert all(c.request["tools_left_out"] == [SEARCH] for c in done.log.calls)
-
-
-def test_every_capture_is_counted():
-    assert {p.stem for p in CAPTURES.glob("*.json")} == set(EXPECTED)
-
-
-async def test_codex_compacts_and_goes_on_from_the_summary(bench, http):
-    """As Codex does it by itself: the history and a question without tools, then a new history around the answer."""
-    await bench.engine()
-    bench.brain.says("I look.\n" + call("bash", command="ls"), "done", "SUMMARY: all done", "going on")
-    system = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": t}]} for t in "ab"]
-    user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "task"}]}
-    metadata = {"x-codex-turn-metadata": '{"request_kind": "turn", "thread_source": "user"}'}
-    compact = {"x-codex-turn-metadata": '{"request_kind": "compaction", "thread_source": "user"}'}
-
-    async def send(headers, tools, *items):
-        body = {"model": "m", "input": [*system, *items], "tools": tools, "stream": True}
-        headers = headers | {"Authorization": "Bearer k"}
-        async with http.post(f"{proxy.url}/v1/responses", json=body, headers=headers) as response:
-            return json.loads((await response.text()).strip().splitlines()[-1][6:])["response"]["output"]
-
-    async with bench.proxy() as proxy:
-        first = await send(metadata, [BASH, SEARCH], user)
-        history = [user, *first, {"type": "function_call_output", "call_id": first[-1]["call_id"], "output": "a b"}]
-        history += await send(metadata, [BASH, SEARCH], *history)
-        ask = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Summarise."}]}
-        (summary,) = await send(compact, [], *history, ask)
-        said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "So far: "}]}
-        said["content"][0]["text"] += summary["content"][0]["text"]
-        await send(metadata, [BASH, SEARCH], user, said)
-        counts = dict(proxy.service.metrics.counts)
-    (path,) = bench.calls.glob("*.gtraj")
-    calls = read_log(path).calls
-    assert [c.parent for c in calls] == [None, calls[0].call, None, None]
-    assert [c.role for c in calls] == [M, M, "main-summary", M]
-    assert (counts["foreign_turns"], counts["spliced_turns"], counts["forks"]) == (0, 2, 0)
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -265,11 +99,11 @@ async def test_codex_compacts_and_goes_on_from_the_summary(bench, http):
         (call("none", a=1), [BASH], [("function_call", {"name": "none", "arguments": '{"a": 1}'})]),
     ],
 )
-async def test_answers(bench, http, turn, tools, items, stream):
+async def test_answers(bench, http, talk, turn, tools, items, stream):
     await bench.engine()
     bench.brain.says(turn)
-    async with bench.proxy() as proxy, client(proxy) as api:
-        got = await ask(api, http, proxy, stream=stream, tools=tools)
+    async with bench.proxy() as proxy:
+        got = await talk(http, proxy).ask(stream=stream, tools=tools)
     expected = []
     for kind, what in items:
         item = {"type": kind, "status": "completed"}
@@ -288,16 +122,16 @@ async def test_answers(bench, http, turn, tools, items, stream):
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     reasoning = usage["output_tokens_details"]["reasoning_tokens"]
     assert 0 < reasoning < usage["output_tokens"] if items[0][0] == "reasoning" else reasoning == 0
-    assert Response.model_validate(known(got), strict=True).id.startswith("resp_")
+    assert Response.model_validate(talk.known(got), strict=True).id.startswith("resp_")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("turn", ["one two three four five six", "<think>\none two three four five six"])
-async def test_an_answer_that_was_cut_is_incomplete(bench, http, turn, stream):
+async def test_an_answer_that_was_cut_is_incomplete(bench, http, talk, turn, stream):
     await bench.engine()
     bench.brain.says(turn)
-    async with bench.proxy() as proxy, client(proxy) as api:
-        got = await ask(api, http, proxy, stream=stream, max_output_tokens=8)
+    async with bench.proxy() as proxy:
+        got = await talk(http, proxy).ask(stream=stream, max_output_tokens=8)
     assert (got["status"], got["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert [i["status"] for i in got["output"]] == ["incomplete"]
     assert (got["usage"]["output_tokens"], got["max_output_tokens"]) == (8, 8)
@@ -334,7 +168,7 @@ async def test_the_client_library_reads_streams(bench):
         assert [shape(i.model_dump()) for i in whole.output] == [shape(i.model_dump()) for i in final.output]
 
 
-async def test_the_response_repeats_what_was_asked(bench, http):
+async def test_the_response_repeats_what_was_asked(bench, http, talk):
     await bench.engine()
     asked = {
         "instructions": "be brief",
@@ -352,8 +186,8 @@ async def test_the_response_repeats_what_was_asked(bench, http):
     }
     silent = {"store": True, "include": ["reasoning.encrypted_content"], "truncation": "auto", "client_metadata": {}}
     tools = [BASH, PATCH, SEARCH, SHELL]
-    async with bench.proxy() as proxy, client(proxy) as api:
-        got = await ask(api, http, proxy, stream=False, tools=tools, **asked, **silent)
+    async with bench.proxy() as proxy:
+        got = await talk(http, proxy).ask(stream=False, tools=tools, **asked, **silent)
     assert {k: got[k] for k in asked} == asked
     assert got["tools"] == tools
     assert (got["store"], got["truncation"], got["background"]) == (False, "disabled", False)
@@ -369,32 +203,32 @@ async def test_the_response_repeats_what_was_asked(bench, http):
 @pytest.mark.parametrize(
     "odd", [{"metadata": {"a": 1}}, {"reasoning": "high"}, {"text": {"format": None}}, {"tool_choice": 5}, {"user": []}]
 )
-async def test_what_changes_nothing_is_never_an_error(bench, http, odd):
+async def test_what_changes_nothing_is_never_an_error(bench, http, talk, odd):
     await bench.engine()
-    async with bench.proxy() as proxy, client(proxy) as api:
-        got = await ask(api, http, proxy, stream=True, unknown={"x": 1}, **odd)
+    async with bench.proxy() as proxy:
+        got = await talk(http, proxy).ask(stream=True, unknown={"x": 1}, **odd)
     Response.model_validate(got, strict=True)
 
 
-async def test_encrypted_reasoning_is_there_for_those_who_ask(bench, http):
+async def test_encrypted_reasoning_is_there_for_those_who_ask(bench, http, talk):
     await bench.engine()
     bench.brain.says(*["<think>\nhm\n</think>\n\nyes"] * 2)
-    async with bench.proxy() as proxy, client(proxy) as api:
+    async with bench.proxy() as proxy:
         for include, kind in ((["reasoning.encrypted_content"], str), ([], type(None))):
-            got = await ask(api, http, proxy, stream=True, include=include)
+            got = await talk(http, proxy).ask(stream=True, include=include)
             assert isinstance(got["output"][0]["encrypted_content"], kind)
 
 
 # --- while a stream waits, and when it fails -----------------------------------------------------------------------
 
 
-async def test_a_stream_that_waits_sends_events_that_count(bench, http):
+async def test_a_stream_that_waits_sends_events_that_count(bench, http, talk):
     """Codex's idle timeout does not see comments."""
     engine = await bench.engine()
     bench.brain.says("one two three")
     engine.hold = 2
     async with bench.proxy(keepalive=0.05) as proxy:
-        streaming = asyncio.create_task(events_of(http, proxy))
+        streaming = asyncio.create_task(talk(http, proxy).events())
         await engine.held.wait()
         async with client(proxy) as api:
             joined = await api.responses.create(model="m", input=ASK, stream=True)
@@ -408,25 +242,25 @@ async def test_a_stream_that_waits_sends_events_that_count(bench, http):
     assert kinds[-1] == "response.completed", "the client library passes them by"
 
 
-async def test_both_connections_of_one_call_get_the_same_items(bench, http):
+async def test_both_connections_of_one_call_get_the_same_items(bench, http, talk):
     engine = await bench.engine()
     bench.brain.says("<think>\nhm\n</think>\n\nI look.\n" + call("bash", command="ls"))
     engine.hold = 2
-    async with bench.proxy() as proxy, client(proxy) as api:
-        one = asyncio.create_task(ask(api, http, proxy, stream=True, tools=[BASH]))
+    async with bench.proxy() as proxy:
+        one = asyncio.create_task(talk(http, proxy).ask(stream=True, tools=[BASH]))
         await engine.held.wait()
-        two = asyncio.create_task(ask(api, http, proxy, stream=False, tools=[BASH]))
+        two = asyncio.create_task(talk(http, proxy).ask(stream=False, tools=[BASH]))
         while not proxy.service.metrics.counts["duplicates"]:
             await asyncio.sleep(0.01)
         engine.release()
         assert (await one) == (await two)
 
 
-async def test_a_stream_that_cannot_be_finished_says_why(bench, http):
+async def test_a_stream_that_cannot_be_finished_says_why(bench, http, talk):
     engine = await bench.engine()
     engine.hold = 2
     async with bench.proxy(attempts=1) as proxy:
-        streaming = asyncio.create_task(events_of(http, proxy))
+        streaming = asyncio.create_task(talk(http, proxy).events())
         await engine.held.wait()
         await engine.die()
         *_, last = await streaming
@@ -472,221 +306,6 @@ async def test_a_prompt_that_is_too_long_has_its_own_code(bench, stream):
     assert not engine.requests
 
 
-# --- requests ------------------------------------------------------------------------------------------------------
-
-REASONING = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
-TEXT = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
-USE = {"type": "function_call", "call_id": "c1", "name": "bash", "arguments": '{"command": "ls"}'}
-OUT = {"type": "function_call_output", "call_id": "c1", "output": "a b"}
-
-
-def outline(*items, **body):
-    """What the items become, in short."""
-    found = []
-    for m in said(*items, **body):
-        calls = [f"{c.id}:{c.name}({c.arguments})" for c in m.calls]
-        found.append((m.role, *([m.call_id] if m.call_id else []), m.reasoning or "", m.text, *calls))
-    return found
-
-
-def test_consecutive_items_are_one_assistant_turn():
-    two = USE | {"call_id": "c2"}
-    first = ("assistant", "hm", "I look.", 'c1:bash({"command": "ls"})', 'c2:bash({"command": "ls"})')
-    assert outline(REASONING, TEXT, USE, two, OUT) == [first, ("tool", "c1", "", "a b")]
-    assert outline(REASONING, TEXT, REASONING, USE) == [
-        ("assistant", "hm", "I look."),
-        ("assistant", "hm", "", 'c1:bash({"command": "ls"})'),
-    ]
-    assert outline(USE, TEXT) == [("assistant", "", "", 'c1:bash({"command": "ls"})'), ("assistant", "", "I look.")]
-    assert outline(REASONING, REASONING) == [("assistant", "hm\n\nhm", "")]
-
-
-def test_the_system_prompt_is_what_leads_and_later_rules_stay_in_place():
-    rule = {"role": "developer", "content": [{"type": "input_text", "text": "rule"}]}
-    messages = read(
-        [rule, {"role": "system", "content": "more"}, *ASK, rule, TEXT, rule], instructions="be"
-    ).conversation
-    assert [(m.role, m.text) for m in messages.messages] == [
-        ("system", "be\n\nrule\n\nmore"),
-        ("user", "hi"),
-        ("user", "<system-reminder>\nrule\n</system-reminder>"),
-        ("assistant", "I look."),
-        ("user", "<system-reminder>\nrule\n</system-reminder>"),
-    ]
-    assert read("hi", instructions=None).conversation == read(ASK).conversation
-
-
-@pytest.mark.parametrize(
-    "same",
-    [
-        [REASONING, TEXT, USE, OUT],
-        [REASONING | {"id": "rs_1", "status": "completed", "encrypted_content": "x", "content": None}, TEXT, USE, OUT],
-        [
-            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-            {"role": "assistant", "content": "I look."},
-            USE | {"id": "fc_1", "status": "completed", "arguments": {"command": "ls"}},
-            OUT
-            | {"id": "fco_1", "output": [{"type": "input_text", "text": "a "}, {"type": "input_text", "text": "b"}]},
-        ],
-        [REASONING, TEXT | {"id": "m", "status": "completed", "phase": "commentary"}, USE, OUT | {"output": ["a b"]}],
-        [REASONING, TEXT, {"type": "web_search_call", "id": "ws_1", "action": {}}, USE, OUT],
-    ],
-)
-def test_equal_turns_in_other_words_are_equal(same):
-    def canonical(messages):
-        return [
-            (m.role, m.text, m.reasoning, m.call_id, [(c.id, json.loads(c.arguments)) for c in m.calls])
-            for m in messages
-        ]
-
-    assert canonical(said(*same)) == canonical(said(REASONING, TEXT, USE, OUT))
-
-
-def test_calls_of_every_kind_have_the_name_the_model_knows():
-    items = [
-        USE | {"call_id": "c0", "name": "spawn", "namespace": "agents"},
-        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "+x"},
-        {
-            "type": "local_shell_call",
-            "call_id": None,
-            "id": "c2",
-            "status": "completed",
-            "action": {"type": "exec", "command": ["ls"], "env": {}, "user": None},
-        },
-        OUT | {"call_id": "c0"},
-        {"type": "custom_tool_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "ok"}]},
-        {"type": "local_shell_call_output", "id": "c2", "output": "a"},
-    ]
-    expected = [
-        (
-            "assistant",
-            "",
-            "",
-            'c0:agents__spawn({"command": "ls"})',
-            'c1:apply_patch({"input":"+x"})',
-            'c2:local_shell({"command":["ls"]})',
-        ),
-        ("tool", "c0", "", "a b"),
-        ("tool", "c1", "", "ok"),
-        ("tool", "c2", "", "a"),
-    ]
-    assert outline(*items, tools=[AGENTS, PATCH, SHELL]) == expected
-    assert outline(*items) == expected, "also where they are not offered any more"
-
-
-def offered(*tools):
-    return [t["function"]["name"] for t in read(tools=list(tools)).conversation.tools]
-
-
-def test_no_two_tools_have_one_name():
-    plain = BASH | {"name": "agents__spawn"}
-    assert offered(AGENTS, plain, BASH) == ["agents__spawn_2", "agents__spawn", "bash"]
-    assert offered(BASH, BASH) == ["bash"], "the same tool twice is one"
-    assert offered(BASH, PATCH | {"name": "bash"}) == ["bash", "bash_2"]
-    other = {"type": "namespace", "name": "a", "tools": [BASH | {"name": "b__c"}]}
-    assert offered(other, {"type": "namespace", "name": "a__b", "tools": [BASH | {"name": "c"}]}) == [
-        "a__b__c",
-        "a__b__c_2",
-    ]
-    request = read(tools=[AGENTS, plain])
-    for name, namespace in (("agents__spawn_2", {"namespace": "agents"}), ("agents__spawn", {})):
-        item = request.echo.offer.item(ToolCall(id="c", name=name, arguments="{}"), "k", "completed")
-        assert {k: v for k, v in item.items() if k == "namespace"} == namespace
-        assert item["name"] == ("spawn" if namespace else "agents__spawn")
-
-
-def test_hosted_tools_and_items_are_left_out_counted_and_kept():
-    searched = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}}
-    odd = {"type": "ghost_snapshot", "ghost_commit": {}}
-    request = read([*ASK, searched, odd], tools=[BASH, SEARCH, {"type": "mcp", "server_label": "x"}])
-    assert [m.role for m in request.conversation.messages] == ["user"]
-    assert len(request.conversation.tools) == 1
-    assert request.left_out == 4
-    assert request.other["items_left_out"] == [searched, odd]
-    assert [t["type"] for t in request.other["tools_left_out"]] == ["web_search", "mcp"]
-
-
-def test_what_was_compacted_is_read_or_its_loss_is_told():
-    plain = {"type": "compaction", "summary": [{"type": "summary_text", "text": "so far"}]}
-    sealed = {"type": "compaction_summary", "encrypted_content": "x"}
-    assert outline(plain, sealed) == [
-        ("user", "", "so far"),
-        ("user", "", "[earlier conversation omitted: it is encrypted]"),
-    ]
-    assert read([*ASK, plain, sealed]).left_out == 1
-
-
-def test_images_and_files_become_counted_notes():
-    image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
-    request = read(
-        [{"role": "user", "content": [image, {"type": "input_file", "file_id": "f"}]}, USE, OUT | {"output": [image]}]
-    )
-    assert request.omitted == 3
-    with pytest.raises(BadRequest, match="reads text only"):
-        read([{"role": "user", "content": [image]}], media="refuse")
-
-
-def test_digests_ignore_the_stream_mode_only():
-    assert read().digest == read(stream=True, stream_options={"include_obfuscation": False}).digest
-    assert read().digest != read(temperature=0.5).digest
-    assert read().sampling.max_tokens == 77
-    assert read(max_output_tokens=5, temperature=0, top_p=0.5).sampling == Sampling(
-        max_tokens=5, temperature=0, top_p=0.5
-    )
-
-
-@pytest.mark.parametrize(
-    ("body", "complaint"),
-    [
-        ({"input": None}, "input: expected"),
-        ({"input": []}, "input: expected"),
-        ({"input": ""}, "input: expected"),
-        ({"input": 5}, "input"),
-        ({"input": [5]}, r"input\[0\]"),
-        ({"input": [{"role": "system", "content": "x"}]}, "not the system's"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "robot"),
-        ({"input": [{"role": "user", "content": 5}]}, r"input\[0\].content"),
-        ({"input": [{"type": 5}]}, r"input\[0\].type"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "nothing is stored"),
-        ({"input": [{"id": "msg_1"}]}, "nothing is stored"),
-        ({"input": [{"type": "compaction_trigger"}]}, "compaction by the server"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "call_id"),
-        ({"input": [{"type": "function_call", "call_id": "c", "arguments": ""}]}, "name"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "call_id"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": {"a": 1}}]}, "output"),
-        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": 5}]}, "input"),
-        ({"input": [{"type": "local_shell_call", "call_id": "c", "action": "ls"}]}, "action"),
-        ({"input": [{"type": "reasoning", "summary": 5}]}, "summary"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id: nothing is stored"),
-        ({"conversation": {"id": "conv_1"}}, "conversation: nothing is stored"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt: nothing is stored"),
-        ({"background": True}, "background"),
-        ({"instructions": 5}, "instructions"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"stream": "yes"}, "stream"),
-        ({"tools": "bash"}, "tools"),
-        ({"tools": [{}]}, r"tools\[0\].type"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, r"tools\[0\].name"),
-        ({"tools": [BASH | {"parameters": []}]}, r"tools\[0\].parameters"),
-        ({"tools": [{"type": "namespace", "name": "a", "tools": [5]}]}, r"tools\[0\].tools"),
-        ({"tools": [AGENTS | {"tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\].name"),
-        ({"tools": [PATCH | {"format": "lark"}]}, r"tools\[0\].format"),
-    ],
-)
-def test_wrong_requests_name_what_is_wrong(body, complaint):
-    with pytest.raises(BadRequest, match=complaint):
-        responses.read_request(json.dumps({"input": ASK} | body).encode(), Defaults())
-
-
-@pytest.mark.parametrize(
-    "field", ["previous_response_id", "conversation", "prompt", "background", "instructions", "tools"]
-)
-def test_null_is_absent(field):
-    assert read(**{field: None}).conversation == read().conversation
-
-
 # --- history -------------------------------------------------------------------------------------------------------
 
 
@@ -721,7 +340,7 @@ def with_more(item):
 
 
 @pytest.mark.parametrize("form", [as_sent, as_little_as_needed, without_content, with_more])
-async def test_a_conversation_in_any_serialisation_is_one_path(bench, http, form):
+async def test_a_conversation_in_any_serialisation_is_one_path(bench, http, talk, form):
     await bench.engine()
     turns = [
         "<think>\nhm\n</think>\n\nI look.\n" + call("bash", command="ls", n=1.0) + call("agents__spawn", command="pwd"),
@@ -732,10 +351,10 @@ async def test_a_conversation_in_any_serialisation_is_one_path(bench, http, form
     ]
     bench.brain.says(*turns)
     tools = [BASH, AGENTS, PATCH, SHELL, SEARCH]
-    async with bench.proxy() as proxy, client(proxy) as api:
+    async with bench.proxy() as proxy:
         items = list(ASK)
         for turn in range(5):
-            output = (await ask(api, http, proxy, stream=bool(turn % 2), input=items, tools=tools))["output"]
+            output = (await talk(http, proxy).ask(stream=bool(turn % 2), input=items, tools=tools))["output"]
             items += [form(i) for i in output]
             for item in output:
                 if "call_id" in item:
@@ -750,202 +369,11 @@ async def test_a_conversation_in_any_serialisation_is_one_path(bench, http, form
     assert [c.parent for c in calls] == [None, *(c.call for c in calls[:-1])]
 
 
-async def test_reasoning_that_was_changed_is_not_continued(bench, http):
+async def test_reasoning_that_was_changed_is_not_continued(bench, http, talk):
     await bench.engine()
     bench.brain.says("<think>\nhm\n</think>\n\nyes", "x")
-    async with bench.proxy() as proxy, client(proxy) as api:
-        reasoning, text = (await ask(api, http, proxy, stream=False))["output"]
+    async with bench.proxy() as proxy:
+        reasoning, text = (await talk(http, proxy).ask(stream=False))["output"]
         reasoning["summary"][0]["text"] = reasoning["content"][0]["text"] = "other"
-        await ask(api, http, proxy, stream=False, input=[*ASK, reasoning, text, *ASK])
+        await talk(http, proxy).ask(stream=False, input=[*ASK, reasoning, text, *ASK])
         assert proxy.service.metrics.counts["roots"] == 2
-
-
-# --- roles ---------------------------------------------------------------------------------------------------------
-
-TURN = "x-codex-turn-metadata"
-
-
-@pytest.mark.parametrize(
-    ("headers", "tools", "role"),
-    [
-        ({TURN: '{"request_kind": "turn", "thread_source": "user"}'}, [BASH], "main"),
-        ({TURN: '{"request_kind": "compaction", "thread_source": "user"}'}, [], "main-summary"),
-        ({TURN: '{"request_kind": "compaction", "thread_source": "subagent"}'}, [], "sub-agent-summary"),
-        ({TURN: '{"request_kind": "compaction"}', "x-openai-subagent": "collab_spawn"}, [], "sub-agent-summary"),
-        ({TURN: '{"request_kind": "turn", "thread_source": "subagent"}'}, [BASH], "sub-agent"),
-        ({TURN: "{}", "x-openai-subagent": "collab_spawn", "x-codex-parent-thread-id": "t"}, [BASH], "sub-agent"),
-        ({TURN: "{}", "x-openai-subagent": "review"}, [BASH], "sub-agent"),
-        ({TURN: "{}", "x-openai-subagent": "compact"}, [], "main-summary"),
-        ({TURN: "{}", "x-openai-subagent": "memory_consolidation"}, [], "side"),
-        ({TURN: "cut off", "x-codex-parent-thread-id": "t"}, [], "sub-agent-summary"),
-        ({TURN: "cut off"}, [], "main-summary"),
-        ({TURN: "cut off"}, [BASH], "main"),
-        ({"originator": "codex_exec", "session-id": "s"}, [BASH], "main"),
-    ],
-)
-def test_codex_s_roles(headers, tools, role):
-    assert Roles.load().role(headers, read(tools=[*tools, SEARCH] if tools else []).conversation) == (role, True)
-
-
-# --- odd requests --------------------------------------------------------------------------------------------------
-
-MANY = 10_000 if os.environ.get("GYRE_TEST_MANY") else 2_000
-ODD = st.one_of(
-    st.sampled_from(
-        [None, True, False, 0, -1, 1.5, 1e308, 10**30, "", "x", "\x00", "\ud800", "<|im_start|>", "\U0010fffd"]
-    ),
-    st.sampled_from(
-        [[], {}, [None], [[]], [{}], {"type": "input_text"}, {"type": "text", "text": 3}, [{"type": "input_image"}]]
-    ),
-    st.sampled_from(
-        [ASK, [REASONING], [USE, OUT], "assistant", "developer", "function_call", "custom_tool_call_output"]
-    ),
-    st.sampled_from(
-        ["namespace", "local_shell_call", "local_shell", "item_reference", "compaction", "message", "auto"]
-    ),
-    st.text(max_size=5),
-    st.recursive(
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats(allow_nan=False, allow_infinity=False)
-        | st.text(max_size=3),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-        max_leaves=5,
-    ),
-)
-FULL = {
-    "model": "m",
-    "instructions": "be brief",
-    "input": [
-        {"role": "developer", "content": [{"type": "input_text", "text": "rule"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]},
-        REASONING | {"id": "rs_1", "content": [{"type": "reasoning_text", "text": "hm"}], "encrypted_content": "x"},
-        TEXT,
-        USE | {"namespace": "agents"},
-        OUT | {"output": [{"type": "input_text", "text": "t"}, {"type": "input_image", "image_url": "data:"}]},
-        {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "+x"},
-        {"type": "custom_tool_call_output", "call_id": "c2", "output": "ok"},
-        {"type": "local_shell_call", "call_id": "c3", "action": {"type": "exec", "command": ["ls"], "env": {}}},
-        {"type": "local_shell_call_output", "call_id": "c3", "output": "a"},
-        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
-        {"type": "compaction", "encrypted_content": "x"},
-        {"role": "developer", "content": "late"},
-    ],
-    "tools": [BASH, PATCH, AGENTS, SEARCH, SHELL],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "max_output_tokens": 3,
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "reasoning": {"effort": "low", "summary": "auto"},
-    "text": {"format": {"type": "text"}},
-    "metadata": {"a": "b"},
-    "include": ["reasoning.encrypted_content"],
-    "stream": False,
-    "store": False,
-}
-
-
-@st.composite
-def odd_bodies(draw):
-    """A request in which some places are replaced, removed, doubled or renamed."""
-
-    def change(value):
-        if isinstance(value, dict) and value and draw(st.integers(0, 9)):
-            key = draw(st.sampled_from(sorted(value)))
-            match draw(st.integers(0, 7)):
-                case 0:
-                    return {k: v for k, v in value.items() if k != key}
-                case 1:
-                    new = draw(
-                        st.sampled_from(["odd", "type", "role", "content", "call_id", "output", "summary", "input"])
-                    )
-                    return value | {new: draw(ODD)}
-            return value | {key: change(value[key])}
-        if isinstance(value, list) and value and draw(st.integers(0, 9)):
-            at = draw(st.integers(0, len(value) - 1))
-            match draw(st.integers(0, 7)):
-                case 0:
-                    return value[:at] + value[at + 1 :]
-                case 1:
-                    return [*value, value[at]]
-            return [*value[:at], change(value[at]), *value[at + 1 :]]
-        return draw(ODD)
-
-    body = FULL
-    for _ in range(draw(st.integers(1, 4))):
-        body = change(body)
-    raw = json.dumps(body).encode()
-    return raw[: draw(st.integers(0, len(raw)))] if draw(st.integers(0, 19)) == 0 else raw
-
-
-def test_thousands_of_odd_requests(renderers):
-    """Refused as a bad request, or planned and answerable; planning changes nothing."""
-    history, roles, taken = History(renderers(CHATML)), Roles.load(), [0, 0]
-    opening = Opening(call="c", created=1, model="m", prompt_tokens=1)
-
-    @settings(max_examples=MANY, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(odd_bodies())
-    def try_one(raw):
-        taken[0] += 1
-        try:
-            request = responses.read_request(raw, Defaults())
-            plan = history.plan(request.conversation)
-        except BadRequest:
-            return
-        roles.role({}, request.conversation)
-        assert len(plan.prompt)
-        names = [t["function"]["name"] for t in request.conversation.tools]
-        assert len(set(names)) == len(names)
-        calls = tuple(ToolCall(id=f"c{i}", name=n, arguments='{"input": "x"}') for i, n in enumerate([*names, "none"]))
-        reply = Reply(call="c", text="ab", reasoning="hm", calls=calls, created=1)
-        whole = msgspec.json.decode(msgspec.json.encode(responses.answer(reply, request, request.model)))
-        assert {*Response.model_fields} - {"conversation", "prompt", "prompt_cache_retention"} <= set(whole)
-        encoder = responses.stream(opening, request)
-        raw = encoder.begin() + encoder.delta("a") + encoder.finish(reply, "b")
-        check([json.loads(b.split(b"\n")[1][6:]) for b in raw.strip().split(b"\n\n")])
-        taken[1] += 1
-
-    try_one()
-    assert history.calls == 0
-    assert 0.1 < taken[1] / taken[0] < 0.9, "the changes are neither all harmless nor all fatal"
-
-
-async def test_odd_requests_over_http_change_nothing_when_refused(bench, http):
-    engine = await bench.engine()
-    bodies: list[bytes] = []
-
-    @settings(
-        max_examples=MANY if MANY == 10_000 else 400,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(odd_bodies())
-    def collect(raw):
-        bodies.append(raw)
-
-    collect()
-    statuses: dict[int, int] = {}
-    async with bench.proxy() as proxy, client(proxy) as api:
-        await ask(api, http, proxy, stream=False)
-        (path,) = bench.calls.glob("*.gtraj")
-
-        def state():
-            execution = proxy.service._executions[path.stem]
-            counts = {k: v for k, v in proxy.service.metrics.counts.items() if k != "calls_refused"}
-            return path.stat().st_size, counts, len(execution.attempts), execution.history.calls, len(engine.requests)
-
-        for raw in bodies:
-            before = state()
-            headers = {"Authorization": "Bearer k", "Content-Type": "application/json"}
-            async with http.post(f"{proxy.url}/v1/responses", data=raw, headers=headers) as response:
-                text = await response.text()
-                statuses[response.status] = statuses.get(response.status, 0) + 1
-                if response.status != 200:
-                    assert json.loads(text)["error"]["message"]
-                    assert state() == before
-        assert set(statuses) == {200, 400}, statuses
-        assert proxy.service.metrics.counts["calls"] == statuses[200] + 1
-        assert len(list(bench.calls.glob("*"))) == 1
