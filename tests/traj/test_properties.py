@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gyre_traj import (
     Call,
     Counting,
     Log,
+    Packed,
+    Packer,
     Row,
     Tree,
     pack_forests,
@@ -179,6 +183,58 @@ def test_selection_masks_and_weights(told: list[Told], j_max: int | None, seed: 
     rows = weigh(selection, advantage=1.0, counting=counting).rows
     if rows:
         assert abs(sum(float(row.weight) * int(row.target.sum()) for row in rows) - 1.0) < 1e-9
+
+
+@few
+@given(
+    st.lists(executions(), min_size=1, max_size=3),
+    st.none() | st.integers(1, 4),
+    st.integers(1, 40),
+    st.sampled_from(["forests", "rows"]),
+    st.booleans(),
+    st.sampled_from(Counting),
+)
+def test_each_target_once_and_each_execution_weighs_one_however_the_batch_is_cut(
+    batch: list[list[Told]],
+    j_max: int | None,
+    budget: int,
+    layout: Literal["forests", "rows"],
+    streaming: bool,
+    counting: Counting,
+) -> None:
+    number = 0
+    packer = Packer(budget, layout)
+    packs: list[Packed] = []
+    rows: list[Row] = []
+    left: Counter[tuple[str, float]] = Counter()  # of each sampled token, told by its log-probability
+    expected: dict[str, float] = {}
+    for e, told in enumerate(batch):
+        tree = Tree(f"e{e}")
+        for t in told:
+            size = len(t.record.logprobs) // 4
+            logprobs = -(np.arange(number, number + size) + 1.0) / 1024  # exact in float32
+            number += size
+            tree.add(replace(t.record, execution=tree.execution, logprobs=pack_logprobs(logprobs)))
+            left.update({(tree.execution, float(value)): 1 for value in logprobs})
+        mine = weigh(select(tree, j_max, 0), advantage=1.0, counting=counting).rows
+        expected |= {tree.execution: 1.0} if mine else {}
+        rows += [row.numbered(len(rows) + i) for i, row in enumerate(mine)]
+        packs += packer.add(mine)
+    packs += packer.flush()
+    if not streaming:
+        packs = (pack_forests if layout == "forests" else pack_rows)(rows, budget)
+
+    weight: dict[str, float] = {}
+    for packed in packs:
+        a = packed.arrays()
+        for execution, logprob, w in zip(a.execution, a.logprob, a.weight, strict=True):
+            name = packed.executions[execution]
+            left[name, float(logprob)] -= 1
+            weight[name] = weight.get(name, 0.0) + float(w)
+    if counting is Counting.EXECUTION:
+        assert min(left.values(), default=0) >= 0
+        assert j_max is not None or sum(left.values()) == 0
+    assert {name: round(total, 5) for name, total in weight.items()} == expected
 
 
 @st.composite

@@ -9,6 +9,9 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gyre_traj.errors import BadRow
 from gyre_traj.forest import Forest, Piece, cut
 from gyre_traj.packed import Packed, PackedArrays, PackedRow, TargetRun
@@ -138,8 +141,8 @@ def places(placed: Bin) -> list[int]:
 def lay_out(forest: Forest[Row], placed: Bin, budget: int) -> Packed:
     """Write a bin's rows: of each, what the one before it does not have."""
     executions: dict[str, int] = {}
-    ids: list[memoryview] = []
-    logprobs: list[memoryview] = []
+    ids: list[NDArray[np.uint32]] = []
+    logprobs: list[NDArray[np.float32]] = []
     rows: list[PackedRow] = []
     chosen = places(placed)
     for place, shared in zip(chosen, forest.among(chosen), strict=True):
@@ -147,9 +150,9 @@ def lay_out(forest: Forest[Row], placed: Bin, budget: int) -> Packed:
         targets: list[TargetRun] = []
         for depth, segment in row.placed():
             if depth + len(segment.ids) > shared:
-                ids.append(segment.ids[max(0, shared - depth) :].data)
+                ids.append(segment.ids[max(0, shared - depth) :])
             if segment.target:
-                logprobs.append(segment.logprobs.data)
+                logprobs.append(segment.logprobs)
                 targets.extend(
                     TargetRun(depth + span.start, depth + span.end, segment.temperature, span.version)
                     for span in segment.runs()
