@@ -277,6 +277,16 @@ def test_a_gradient_that_is_not_finite_changes_nothing(build: Build, rows: list[
     assert replica.version == 0
 
 
+def test_a_log_probability_that_is_not_finite_is_named(build: Build, rows: list[Row]) -> None:
+    import torch
+
+    replica = build("qwen3")
+    with torch.no_grad():
+        next(iter(replica.policy.parameters())).fill_(float("nan"))
+    with pytest.raises(NonFinite, match="at version 0, logprobs of target 0 is nan"):
+        replica.accumulate(pack_rows(rows, 512)[0])
+
+
 def test_a_batch_without_executions_only_counts(build: Build) -> None:
     replica = build("qwen3")
     before = parameters(replica)

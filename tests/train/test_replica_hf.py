@@ -152,10 +152,11 @@ def test_a_wrong_config_names_the_key(table: dict[str, Any], names: str) -> None
 
 
 def test_loss_settings_are_those_of_the_losses() -> None:
-    """[train.loss] repeats gyre-traj's settings so that reading a config needs no torch."""
+    """[train.loss] takes every setting of gyre-traj's losses, with its default, and pi_old beside them."""
     from gyre_traj.torch import LossConfig as Theirs
 
     ours, theirs = LossConfig(), Theirs()
+    assert set(LossConfig.__struct_fields__) == {*Theirs.__struct_fields__, "old"}
     assert {n: getattr(ours, n) for n in Theirs.__struct_fields__} == {
         n: getattr(theirs, n) for n in Theirs.__struct_fields__
     }

@@ -165,6 +165,13 @@ def test_bounds_are_inside() -> None:
     assert of_ratios(config, [[1.0, 0.999, 1.001]])[0] == [1.0, 0.0, 0.0]
 
 
+def test_weights_carry_no_gradient() -> None:
+    logprobs = torch.zeros(2, requires_grad=True)
+    got = correction_weights(LossConfig(correction="tis"), logprobs, torch.zeros(2))
+    assert got is not None
+    assert not got.weight.requires_grad
+
+
 def test_nothing_to_correct_is_none() -> None:
     assert correction_weights(LossConfig(), torch.zeros(2), torch.zeros(2)) is None
 

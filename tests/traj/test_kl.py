@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,15 @@ def test_kl_and_entropy_are_not_corrected(micro_step) -> None:
     assert entropies.grad.tolist() == pytest.approx([-0.0025, -0.0025])
     assert metrics["entropy"] == pytest.approx(1.6)
     assert metrics["rejected"] == 1.0
+
+
+def test_the_ratio_is_against_the_policy_that_sampled(micro_step) -> None:
+    """Not against a recomputed π_old: π = π_old = 2 β, so that the ratio is 2."""
+    step = micro_step([[-2.0]], [0.0])
+    old = step.pick([[-2.0 + math.log(2)]])
+    config = LossConfig(kl_coef=1.0, kl_estimator="k1", kl_gradient="ratio", kl_against="reference")
+    loss = loss_sum(config, step.packed, old.clone(), old, reference_logprobs=old - 0.5).loss
+    assert loss.item() == pytest.approx(2 * 0.5)
 
 
 def test_a_reference_without_a_coefficient_is_a_metric_only(micro_step) -> None:

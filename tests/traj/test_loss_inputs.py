@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gyre_traj import Row, pack_rows
+from gyre_traj import Packed, Row, mean_metrics, pack_rows
 from gyre_traj.errors import BadChoice, BadRow, NotFinite
 from gyre_traj.torch import LossConfig, loss_sum
 
@@ -71,6 +71,16 @@ def test_a_target_without_a_finite_number_is_named(micro_step, name: str, value:
     told = rf"{name} of target 7 is {value}: token id 7 predicted from token 7, trajectory 0 of execution 'e0'"
     with pytest.raises(NotFinite, match=told):
         loss_sum(LossConfig(), step.packed, tensors.pop("logprobs"), **tensors)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo", "reinforce"])
+def test_a_micro_step_without_targets_adds_nothing(kind: str) -> None:
+    packed = Packed(ids=b"", logprobs=b"", rows=(), executions=(), budget=1)
+    config = LossConfig(kind=kind, correction="sequence-mask", veto=0.1, kl_coef=0.1)
+    loss, metrics = loss_sum(config, packed, torch.zeros(0), torch.zeros(0), version=3)
+    assert loss.item() == 0.0
+    assert set(metrics.values()) == {0.0}
+    assert mean_metrics(metrics) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,8 +9,8 @@ is the trainer's policy (π_old where the trainer recomputed it, else the curren
     geometric   the geometric mean of r over them                           does not grow with length
 
     bound       weight c of a target
-    truncate    min(R, high)                    of tokens: TIS, fengyao.notion.site/off-policy-rl, after Ionides, 2008
-    mask        R inside [low, high], else 0    of tokens: IcePop, arXiv 2510.18855; of whole: richardli.xyz/rl-collapse
+    truncate    min(R, high)                    token: TIS, fengyao.notion.site/off-policy-rl, after Ionides, 2008
+    mask        R inside [low, high], else 0    token: IcePop, arXiv 2510.18855; sequence: richardli.xyz/rl-collapse
     (reject)    c = 0 where R, at a level of its own, is outside [reject_low, reject_high], else c as it was
     (veto)      c = 0 in the whole trajectory when one of its tokens has r < veto
 

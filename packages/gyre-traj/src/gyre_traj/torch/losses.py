@@ -209,5 +209,5 @@ def _check(packed: Packed, arrays: PackedArrays, given: dict[str, torch.Tensor |
                 f"{name} of target {at} is {values[at].item()!r}: token id {int(arrays.target[at])} predicted from "
                 f"token {int(arrays.source[at])}, trajectory {int(arrays.trajectory[at])} of execution "
                 f"{packed.executions[int(arrays.execution[at])]!r}; a sampled token has a probability: look for logits "
-                "that are masked or overflow, or a loss gathered at other places than the packed ones"
+                "that are masked or overflow, or that were gathered at other places than the packed ones"
             )
