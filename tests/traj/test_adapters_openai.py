@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,14 @@ def test_a_version_that_is_no_number_is_not_known(bring: Bring) -> None:
     line = sglang([5, 6], [7])
     line["response"]["choices"][0]["meta_info"] |= {"weight_version": "default", "weight_versions": None}
     logs, _ = bring([line])
+    assert logs["requests"].calls[0].versions == ()
+
+
+def test_versions_of_tokens_that_were_not_logged_are_not_kept(bring: Bring) -> None:
+    line = sglang([5, 6], [7, 8, END])
+    line["response"]["metadata"] = line["response"]["choices"][0].pop("meta_info")
+    del line["response"]["choices"][0]["response_token_ids"]
+    logs, _ = bring([line])  # `bring` checks that spans cover outputs
     assert logs["requests"].calls[0].versions == ()
 
 
@@ -322,3 +331,49 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([*command, str(tmp_path / "again"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["untrainable"] == {"a conversation: text without token ids": 1}
     assert main(["import", "openai", str(tmp_path / "none"), "--tokenizer", str(model), "-o", str(tmp_path / "x")]) == 2
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_what_a_real_engine_answers(tiny_engine: str, tiny_model: Path, tmp_path: Path) -> None:
+    """Two turns at SGLang, logged as a proxy would: exact with its ids, context without them."""
+
+    def ask(messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+        request = {
+            "model": "default",
+            "messages": messages,
+            "max_tokens": 12,
+            "temperature": 0.8,
+            "logprobs": True,
+            **options,
+        }
+        body = json.dumps(request).encode()
+        call = urllib.request.Request(  # noqa: S310 - loopback
+            f"{tiny_engine}/v1/chat/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(call, timeout=120) as response:  # noqa: S310
+            return {"request": request, "response": json.load(response)}
+
+    exact = {"return_token_ids": True, "return_meta_info": True}
+    first = ask([USER], **exact)
+    said = first["response"]["choices"][0]["message"]["content"]
+    longer = [USER, {"role": "assistant", "content": said}, {"role": "user", "content": "again"}]
+    lines = [first, ask([USER], n=2, **exact), ask(longer, **exact), ask([USER])]
+    (tmp_path / "engine.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    template = openai.ChatTemplate(tiny_model)
+    report = openai.import_lines(tmp_path / "engine.jsonl", tmp_path / "calls", template)
+
+    log = read_log(tmp_path / "calls" / "engine.gtraj")
+    assert (report.calls, report.trainable, dict(report.untrainable)) == (5, 4, {"token ids were not logged": 1})
+    assert [finding for finding in check_log(log) if finding.level == "error"] == []
+    choice = first["response"]["choices"][0]
+    assert log.full_prompt("000001").tolist() == choice["prompt_token_ids"]
+    assert unpack_ids(log.call("000001").output).tolist() == choice["response_token_ids"]
+    assert log.full_prompt("000001").tolist() == template.render([USER], None, generation=True)
+    for call in log.calls[:4]:
+        assert len(call.logprobs) == len(call.output)
+        assert call.versions[-1].end == len(call.output) // 4
+        assert (unpack_logprobs(call.logprobs) < 0).all()
+    tree = Tree.from_log(log)
+    assert len(tree.roots) == 1
+    assert tree.trainable == sum(len(call.output) // 4 for call in log.calls[:4])

@@ -93,6 +93,39 @@ def test_verl_computes_our_loss(batch: tuple[list[Example], float], rows: int) -
     assert sum(loss(part, log_prob) for part, log_prob in halves) == pytest.approx(expected, abs=1e-6)
 
 
+def test_verl_actor_takes_a_batch_without_padding(batch: tuple[list[Example], float]) -> None:
+    """As in verl's trainers: DataProto, TensorDict, padding removed, the actor's loss of flat log-probabilities."""
+    losses = pytest.importorskip("verl.workers.utils.losses", reason="verl, or what its actor needs, is not installed")
+    from verl.utils import tensordict_utils
+    from verl.workers.config import ActorConfig
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    made, units = batch
+    data = verl.to_data_proto(verl.to_batch(made, units=units, rows=6))
+    lengths = data.batch["attention_mask"].sum(dim=1).tolist()
+    rng = np.random.default_rng(1)
+    new = [example.row.logprobs + rng.normal(0, 0.4, len(example.row.ids)) for example in made]
+    flat = [np.append(new[i][1:n], 0.0) if i < len(made) else np.zeros(n) for i, n in enumerate(lengths)]
+    given = left_right_2_no_padding(data.to_tensordict())
+    given["old_log_probs"] = given["rollout_log_probs"]
+    tensordict_utils.assign_non_tensor(given, dp_size=1, batch_num_tokens=None, global_batch_size=None)
+    config = ActorConfig(
+        strategy="fsdp", ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.2, clip_ratio_high=0.28,
+        clip_ratio_c=3.0, loss_agg_mode="token-sum", rollout_n=1,
+    )  # fmt: skip
+    chosen = torch.nested.as_nested_tensor([torch.tensor(line) for line in flat], layout=torch.jagged)
+    loss, _ = losses.ppo_loss(config, {"log_probs": chosen}, given)
+    assert float(loss) == pytest.approx(our_loss(made, units, new, dual_clip=3.0, **PPO), abs=1e-6)
+
+
+def test_verl_agent_loops_take_our_outputs(batch: tuple[list[Example], float]) -> None:
+    loops = pytest.importorskip(
+        "verl.experimental.agent_loop.agent_loop", reason="verl, or what its agent loops need, is not installed"
+    )
+    outputs = [loops.AgentLoopOutput(**given) for given in verl.agent_loop_outputs(batch[0])]
+    assert [int(output.as_dict()["response_mask"].sum()) for output in outputs] == [4, 2, 3, 5]
+
+
 def test_verl_hands_our_advantages_on(batch: tuple[list[Example], float]) -> None:
     pytest.importorskip("verl", reason="verl is not installed")
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage

@@ -294,13 +294,14 @@ def test_verl_rows_come_in_pieces(
 
     logs, _ = batch
     main(["export", *logs, "--to", "verl", "-o", str(tmp_path / "whole")])
-    monkeypatch.setattr(writers, "_ROWS", 3)
+    monkeypatch.setattr(writers, "_PADDED", 30)  # 3 rows
     main(["export", *logs, "--to", "verl", "-o", str(tmp_path / "pieces")])
     whole, pieces = verl.load(tmp_path / "whole"), verl.load(tmp_path / "pieces")
     assert "every advantage is 1" in capsys.readouterr().out
     for name, array in whole.batch.items():
         np.testing.assert_array_equal(array, pieces.batch[name])
     assert whole.meta_info == pieces.meta_info
+    assert {len(array) for array in pieces.batch.values()} == {8}
     with pytest.raises(Exception, match="holds no batch"):
         verl.load(tmp_path)
 
@@ -378,6 +379,40 @@ def test_a_log_that_grows_meanwhile_is_noticed(
     assert main(["export", *logs, "--to", "jsonl", "-o", str(tmp_path / "rows")]) == 2
     assert "changed while they were exported" in capsys.readouterr().err
     assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_leaves_nothing(batch: tuple[list[str], Path], tmp_path: Path, kind: str) -> None:
+    """A limit on the size of files stands in for the disk."""
+    logs, _ = batch
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))\n"
+        f"from gyre_traj.cli import main; sys.exit(main(['export', *{logs!r}, '--to', {kind!r}, '-o', 'out']))"
+    )
+    before = sorted(tmp_path.iterdir())
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    (said,) = run.stderr.splitlines()
+    assert said.startswith("gyre-traj: 'out' cannot be written: ")
+    assert said.endswith("File too large")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_interrupt_leaves_nothing(
+    batch: tuple[list[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gyre_traj import writers
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for kind in ("jsonl", "verl"):
+        before = sorted(tmp_path.iterdir())
+        monkeypatch.setitem(writers.WRITERS, kind, interrupted)
+        assert main(["export", *batch[0], "--to", kind, "-o", str(tmp_path / "out")]) == 130
+        assert sorted(tmp_path.iterdir()) == before
 
 
 def test_bad_numbers_are_refused_by_the_parser(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,7 @@ class Totals(msgspec.Struct, kw_only=True):
     units: float = 0.0  # the batch's denominator
     placeholders: list[str] = []
     excluded: dict[str, str] = {}  # execution -> reason
+    without_rows: list[str] = []  # a log and an outcome, but nothing to train on: in the units all the same
     without_log: list[str] = []  # scored, in the baseline, but no log was given
     left_out: dict[str, int] = {}  # role -> trainable tokens that nobody drew
 
@@ -170,6 +171,8 @@ def _execution(tree: Tree, known: Plan | None, choices: Choices, totals: Totals)
     )
     totals.units += units
     totals.executions += bool(made)
+    if not made:
+        totals.without_rows.append(tree.execution)
     for role, count in selection.left_out.items():
         totals.left_out[role] = totals.left_out.get(role, 0) + count
     for example in made:

@@ -15,7 +15,7 @@ from gyre_traj.export import Totals
 Writer = Callable[[Path, Iterator[Example], Totals, dict[str, Any]], None]
 """(where, examples, totals of a first pass, what was chosen); a folder's writer is given one that exists."""
 
-_ROWS = 64  # padded at a time
+_PADDED = 1 << 20  # tokens laid out at a time, with padding
 
 
 def write_jsonl(path: Path, examples: Iterator[Example], totals: Totals, chosen: dict[str, Any]) -> None:
@@ -69,8 +69,10 @@ def write_verl(path: Path, examples: Iterator[Example], totals: Totals, chosen: 
     """A folder that `gyre_traj.adapters.verl.load` reads."""
     from gyre_traj.adapters import verl
 
+    rows = max(1, _PADDED // (totals.longest_prompt + totals.longest_response))
+
     def chunks() -> Iterator[verl.Batch]:
-        while part := list(islice(examples, _ROWS)):
+        while part := list(islice(examples, rows)):
             yield verl.to_batch(
                 part,
                 units=totals.units,

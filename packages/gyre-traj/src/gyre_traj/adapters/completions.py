@@ -62,7 +62,9 @@ def first_ids(*candidates: Any) -> list[int] | None:
 
 
 def weight_versions(response: dict[str, Any], choice: dict[str, Any], size: int) -> tuple[Span, ...]:
-    """Weight versions, where the engine counts them; () otherwise."""
+    """Weight versions of `size` sampled tokens, where the engine counts them; () otherwise."""
+    if not size:
+        return ()
     for meta in (choice.get("meta_info"), response.get("metadata")):
         spans = at(meta, "weight_versions") or [{"version": at(meta, "weight_version"), "start": 0, "end": size}]
         try:

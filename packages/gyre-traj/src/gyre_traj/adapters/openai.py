@@ -216,6 +216,7 @@ def _answers(
             response.get("prompt_token_ids"), choice.get("prompt_token_ids"), at(response, "sglext", "input_ids")
         )
         sampled, logprobs = sampled_ids(response, choice, i)
+        versions = weight_versions(response, choice, len(sampled or ()))
         why = ""
         if given is None:
             given = template.render(messages, request.get("tools"), generation=True)
@@ -242,7 +243,7 @@ def _answers(
             role=role,
             output=pack_ids(sampled),
             logprobs=b"" if why else pack_logprobs(logprobs or []),
-            versions=weight_versions(response, choice, len(sampled)),
+            versions=versions,
             finish=_FINISH.get(choice.get("finish_reason") or "stop", "stop"),
             matched_stop=at(choice, "matched_stop") or at(choice, "stop_reason"),
             sampling=options,

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,31 +141,35 @@ def to_data_proto(batch: Batch) -> Any:
 
 
 def save(folder: str | Path, batches: Iterable[Batch], rows: int) -> None:
-    """Write batches of equal widths, `rows` rows in all, into an existing folder as memory-mapped arrays."""
-    at, arrays = 0, dict[str, Any]()
+    """Write batches of equal widths, `rows` rows in all, into an existing folder, one batch in memory at a time.
+
+    An .npy file an array, and batch.json with the rest. Raises `BadRow`, `OSError`.
+    """
+    at, aliases = 0, dict[str, str]()
     others: dict[str, list[Any]] = {}
-    temperatures, meta = set(), dict[str, Any]()
-    for batch in batches:
-        size = len(batch.batch["prompts"])
-        for name, part in batch.batch.items():
-            if name not in arrays:
-                file, shape = Path(folder) / f"{name}.npy", (rows, *part.shape[1:])
-                arrays[name] = np.lib.format.open_memmap(file, "w+", part.dtype, shape)  # type: ignore[no-untyped-call]
-            arrays[name][at : at + size] = part
-        for name, values in batch.non_tensor_batch.items():
-            others.setdefault(name, []).extend(values.tolist())
-        meta |= batch.meta_info | {
-            "global_token_num": [*meta.get("global_token_num", []), *batch.meta_info["global_token_num"]]
-        }
-        temperatures.add(batch.meta_info["temperature"])
-        at += size
+    lengths, temperatures, meta = list[int](), set[float](), dict[str, Any]()
+    with ExitStack() as stack:
+        files: dict[str, BinaryIO] = {}
+        for batch in batches:
+            if not files:
+                aliases = _aliases(batch.batch)
+                for name in batch.batch.keys() - aliases.keys():
+                    files[name] = stack.enter_context((Path(folder) / f"{name}.npy").open("wb"))
+                    _write_header(files[name], batch.batch[name], rows)
+            for name, file in files.items():
+                file.write(np.ascontiguousarray(batch.batch[name]).data)
+            for name, values in batch.non_tensor_batch.items():
+                others.setdefault(name, []).extend(values.tolist())
+            lengths += batch.meta_info["global_token_num"]
+            temperatures.add(batch.meta_info["temperature"])
+            meta = batch.meta_info
+            at += len(batch.batch["prompts"])
     if at != rows:
         raise BadRow(f"expected {rows} rows, got {at}; the batch changed while it was written")
     if len(temperatures) > 1:
         raise BadRow(f"expected one sampling temperature, got {sorted(temperatures)}; export them apart")
-    (Path(folder) / "batch.json").write_text(json.dumps({"non_tensor_batch": others, "meta_info": meta}))
-    for array in arrays.values():
-        array.flush()
+    rest = {"non_tensor_batch": others, "meta_info": meta | {"global_token_num": lengths}, "aliases": aliases}
+    (Path(folder) / "batch.json").write_text(json.dumps(rest))
 
 
 def load(folder: str | Path) -> Batch:
@@ -174,6 +179,7 @@ def load(folder: str | Path) -> Batch:
         arrays = {file.stem: np.load(file, mmap_mode="c") for file in Path(folder).glob("*.npy")}
     except (OSError, ValueError) as error:
         raise BadRow(f"{str(folder)!r} holds no batch: {error}") from error
+    arrays |= {name: arrays[same] for name, same in rest["aliases"].items()}
     others = {name: np.array(values, dtype=object) for name, values in rest["non_tensor_batch"].items()}
     others["trajectory"] = others["trajectory"].astype(np.int64)
     return Batch(arrays, others, rest["meta_info"])
@@ -208,3 +214,16 @@ def agent_loop_outputs(examples: Sequence[Example]) -> list[dict[str, Any]]:
 
 def _uid(example: Example) -> str:
     return f"{example.row.execution}/{example.row.trajectory}"
+
+
+def _aliases(arrays: dict[str, NDArray[Any]]) -> dict[str, str]:
+    """Names of arrays that are the same as one named before, and that name."""
+    first: dict[int, str] = {}
+    named = {name: first.setdefault(id(array), name) for name, array in arrays.items()}
+    return {name: same for name, same in named.items() if name != same}
+
+
+def _write_header(file: BinaryIO, array: NDArray[Any], rows: int) -> None:
+    kind = np.lib.format.dtype_to_descr(array.dtype)  # type: ignore[no-untyped-call]
+    header = {"descr": kind, "fortran_order": False, "shape": (rows, *array.shape[1:])}
+    np.lib.format.write_array_header_1_0(file, header)  # type: ignore[no-untyped-call]

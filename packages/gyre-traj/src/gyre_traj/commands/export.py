@@ -77,6 +77,10 @@ def _summary(totals: Totals, out: str, to: str, *, scored: bool) -> Iterator[str
         yield "  no outcomes were given: every advantage is 1, no row has a reward"
     if totals.placeholders:
         yield f"  {len(totals.placeholders)} placeholders, nothing to score: counted, without rows"
+    if totals.without_rows:
+        yield f"  {len(totals.without_rows)} executions with nothing to train on: counted, without rows"
+    if to == "slime" and totals.units != totals.executions:
+        yield f"  slime divides by its rollouts, which are the {totals.executions:,} executions with rows"
     if totals.without_log:
         yield f"  {len(totals.without_log)} scored executions have no log here: in the baseline alone"
     for line in _grouped(totals.excluded):
