@@ -214,3 +214,79 @@ def test_the_core_stays_only_if_a_batch_is_ready_and_the_others_hold_the_burst(n
     ):
         assert isinstance(reply, p.NotYet)
         assert not desk.kinds("core_stays")
+
+
+def replace(desk, execution, by, burst=0):
+    return desk.send(p.Replace(execution=execution, by=by, burst=burst))
+
+
+def count(desk):
+    c = desk.policy.state.count
+    return c.dispatched, c.terminated, desk.policy.state.water
+
+
+def test_a_replacement_that_tells_the_end_too_keeps_the_water_level_and_counts_once(new_desk):
+    desk = new_desk()
+    desk.burst()
+    for _ in range(2):
+        assert replace(desk, "0", "0-r1") == p.Ack()
+        assert count(desk) == (9, 1, 8)
+    desk.send(p.Terminated(execution="0"))  # said again
+    assert count(desk) == (9, 1, 8)
+    desk.send(p.Started(execution="0-r1"))
+    desk.end(7)  # "1" … "7"
+    assert desk.kinds("burst_ended") == []
+    desk.send(p.Terminated(execution="0-r1"))
+    assert count(desk) == (9, 9, 0)
+    assert len(desk.kinds("burst_ended")) == 1
+    assert [r.numbers["by"] for r in desk.kinds("replaced")] == ["0-r1"]
+
+
+def test_a_burst_that_ended_goes_on_with_a_replacement_as_long_as_nobody_has_left(new_desk):
+    desk = new_desk()
+    desk.burst()
+    desk.end(8)
+    assert replace(desk, "7", "7-r1") == p.Ack()
+    assert count(desk) == (9, 8, 1)
+    desk.tell(executions_trained=4, executions_excluded=4)  # one of nine is still to come
+    assert desk.burst(1) == p.NotYet(reason="burst 0 has 1 unfinished executions")
+    desk.send(p.Terminated(execution="7-r1"))
+    desk.tell(executions_trained=4, executions_excluded=5)
+    assert isinstance(desk.burst(1), p.Granted)
+
+
+def test_what_is_routable_must_cover_a_replacement_that_raises_the_water_level(new_desk):
+    desk = new_desk(cells=2, capacity=4)
+    desk.burst()
+    desk.end(4)
+    desk.tell(waiting=4)
+    assert desk.role(0) is Role.DRAINING  # 4 executions, and the other cell hosts 4
+    assert replace(desk, "3", "3-r1").reason == (
+        "1 cells left rollout, and the others host 4 executions, which are all in use"
+    )
+    assert replace(desk, "4", "4-r1") == p.Ack()  # it ends and is replaced at once
+    assert count(desk) == (9, 5, 4)
+    desk.send(p.Terminated(execution="4-r1"))
+    assert replace(desk, "3", "3-r1") == p.Ack()
+    assert count(desk) == (10, 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("burst", "settled", "stopping", "says"),
+    [
+        (1, False, False, "burst 1 is not the one granted last, 0 is"),
+        (0, True, False, "counts as trained"),
+        (0, False, True, "shutting down"),
+        (0, False, False, "no engine is routable"),
+    ],
+)
+def test_replacements_that_are_declined_change_nothing(trained, burst, settled, stopping, says):
+    desk = trained()
+    if settled:
+        desk.tell(waiting=0, batches_ready=0, batches_closed=2, version=0)
+    if stopping:
+        desk.send(p.Shutdown(reason="asked to"))
+    before = count(desk)
+    assert says in replace(desk, "7", "7-r1", burst).reason
+    assert count(desk) == before
+    assert says in desk.kinds("replace_declined")[0].numbers["reason"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from gyre_train.errors import FeedError
@@ -119,3 +120,41 @@ def test_groups_held_are_bounded() -> None:
     buffer.submit(submission("a1", "a"), 0.0)
     buffer.retire(1)
     assert not buffer.submit(submission("b0", "b"), 0.0).duplicate
+
+
+def replaced(execution: str, by: str, ending: Ending = Ending.ABORTED) -> Submit:
+    return msgspec.structs.replace(submission(execution, outcome=Outcome(ending=ending, detail="why")), replaced_by=by)
+
+
+@pytest.mark.parametrize("ending", [Ending.EVALUATOR_FAILED, Ending.ABORTED])
+def test_a_replaced_execution_is_excluded_and_its_group_waits_for_the_other(ending: Ending) -> None:
+    buffer = Buffer()
+    buffer.submit(replaced("a0", "a0-r1", ending), 0.0)
+    buffer.submit(submission("a1"), 0.0)
+    assert buffer.submit(replaced("a0", "a0-r1", ending), 0.0).duplicate
+    assert names(buffer) == []
+    buffer.submit(replaced("a0-r1", "a0-r2", ending), 0.0)
+    assert names(buffer) == []
+    buffer.submit(submission("a0-r2"), 0.0)
+    assert [m.execution for m in buffer.complete[0].members] == ["a1", "a0-r2"]
+    assert [f.execution for f in buffer.fates(0).fates] == ["a0", "a0-r1"]
+    assert buffer.fates(0).fates[0].reason == f"replaced by 'a0-r1': {ending.value.replace('_', ' ')}: why"
+    assert buffer.excluded == 2
+
+
+def test_replaced_executions_make_no_group_by_themselves() -> None:
+    """Nothing would be in it when it is closed for want of its members."""
+    buffer = Buffer(group_timeout=5.0, max_groups=1)
+    buffer.submit(replaced("a0", "a0-r1"), 0.0)
+    assert buffer.expire(100.0) == ()
+    buffer.submit(submission("b0", "b"), 0.0)
+    with pytest.raises(FeedError, match="again later"):
+        buffer.submit(submission("a0-r1"), 0.0)
+
+
+@pytest.mark.parametrize("outcome", [Outcome(ending=Ending.SCORED, score=1.0), Outcome(ending=Ending.NOTHING_TO_SCORE)])
+def test_what_a_batch_may_take_is_not_replaced(outcome: Outcome) -> None:
+    buffer = Buffer()
+    with pytest.raises(FeedError, match="only one that no batch may take"):
+        buffer.submit(msgspec.structs.replace(submission("a0", outcome=outcome), replaced_by="a0-r1"), 0.0)
+    assert not buffer.submit(submission("a0", outcome=outcome), 0.0).duplicate

@@ -1,6 +1,6 @@
 """Messages of the scheduler and of the cell agents.
 
-    runner ─ OpenBurst, Started, Terminated ─▶ scheduler ─ Routes, Event (published) ─▶ proxies, launcher
+    runner ─ OpenBurst, Started, Terminated, Replace ─▶ scheduler ─ Routes, Event (published) ─▶ proxies, launcher
     proxy ─ ProxyHello, Drained, EngineFailed ─▶ scheduler
     feed ─ Backlog ─▶ scheduler            core trainer ─ Published ─▶ scheduler
     agent ─ CellHello, CellState ─▶ scheduler ─ EnterTraining, EnterRollout, Refresh, StopCell ─▶ agent
@@ -50,6 +50,18 @@ class Terminated(msgspec.Struct, frozen=True, kw_only=True, tag="terminated"):
     """A dispatched execution has ended, whatever its outcome; idempotent. Reply: `Ack`."""
 
     execution: str
+
+
+class Replace(msgspec.Struct, frozen=True, kw_only=True, tag="replace"):
+    """`execution` ended by a failure that is not its own, and `by` is to be dispatched in its place.
+
+    Tells the end of `execution`, too, if that was not told: the water level stays as it is then. Idempotent. Reply:
+    `Ack`, or `Declined`, which changes nothing.
+    """
+
+    execution: str
+    by: str
+    burst: int
 
 
 class ProxyHello(msgspec.Struct, frozen=True, kw_only=True, tag="proxy_hello"):
@@ -152,6 +164,12 @@ class NotYet(msgspec.Struct, frozen=True, kw_only=True, tag="not_yet"):
     retry: float = 0.5
 
 
+class Declined(msgspec.Struct, frozen=True, kw_only=True, tag="declined"):
+    """Go on without: asking again will not help."""
+
+    reason: str
+
+
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """One routable engine."""
 
@@ -209,6 +227,7 @@ Request = (
     OpenBurst
     | Started
     | Terminated
+    | Replace
     | ProxyHello
     | Drained
     | EngineFailed
@@ -219,7 +238,7 @@ Request = (
     | GetStatus
     | Shutdown
 )
-Reply = Ack | Granted | NotYet | Routes | Status
+Reply = Ack | Granted | NotYet | Declined | Routes | Status
 Publication = Routes | Event
 
 

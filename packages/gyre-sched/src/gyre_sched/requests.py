@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gyre_sched import protocol as p
+from gyre_sched import rules
 from gyre_sched.cell import Cell
 from gyre_sched.errors import Refused
 from gyre_sched.motions import Motions
@@ -24,6 +25,7 @@ class Requests:
             p.OpenBurst: self._open_burst,
             p.Started: self._started,
             p.Terminated: self._terminated,
+            p.Replace: self._replace,
             p.Shutdown: self._shutdown,
             p.ProxyHello: self._proxy_hello,
             p.Drained: self._drained,
@@ -72,6 +74,23 @@ class Requests:
             self._do.record(
                 "burst_ended", at, None, {"burst": state.burst.index, "seconds": seconds, **state.numbers()}
             )
+        return p.Ack()
+
+    def _replace(self, m: p.Replace, at: float) -> p.Reply:
+        state, count = self._state, self._state.count
+        if count.replaced(m.by):
+            return p.Ack()  # said again
+        names: dict[str, float | int | str | None] = {"execution": m.execution, "by": m.by}
+        if reason := rules.replace_obstacle(state, m.burst, ended=count.ended(m.execution)):
+            self._do.record("replace_declined", at, None, {**names, "reason": reason, **state.numbers()})
+            return p.Declined(reason=reason)
+        count.replace(m.execution, m.by)
+        state.fates_due += 1
+        state.quiet_since = at
+        if state.burst:
+            state.burst.executions += 1
+            state.burst.ended = None
+        self._do.record("replaced", at, None, {**names, **state.numbers()})
         return p.Ack()
 
     def _shutdown(self, m: p.Shutdown, at: float) -> p.Reply:

@@ -97,6 +97,31 @@ def returning(state: State, at: float, config: SchedConfig) -> list[Cell]:
     return [c for c in training if c.index] if core_stays(state, at, config) else []
 
 
+def replace_obstacle(state: State, burst: int, *, ended: bool) -> str | None:
+    """Why an execution of `burst` cannot be replaced; None if it can.
+
+    ended: its end was counted before, so that the replacement raises the water level: what stays routable must cover
+    it, or the cells that left for training would not have been allowed to.
+    """
+    last = state.burst
+    if state.stopping is not None:
+        return "the run is shutting down"
+    if state.halted:
+        return state.halted
+    if last is None or last.index != burst:
+        return f"burst {burst} is not the one granted last" + (f", {last.index} is" if last else "")
+    if last.settled:
+        return f"the data of burst {burst} counts as trained"
+    if not ended:
+        return None
+    if not state.capacity:
+        return "no engine is routable"
+    away = state.having(*MOVING, Role.TRAINING, Role.LEAVING, Role.REFRESHING)
+    if away and state.water + 1 > state.capacity:
+        return f"{len(away)} cells left rollout, and the others host {state.capacity} executions, which are all in use"
+    return None
+
+
 def readable(state: State) -> bool:
     """Whether the current weights can be taken: their snapshot lives in the core's trainer."""
     return state.core.trainer_alive

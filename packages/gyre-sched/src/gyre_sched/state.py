@@ -52,6 +52,7 @@ class Counters:
     terminated: int = 0
     _started: list[set[str]] = field(default_factory=lambda: [set(), set()])
     _terminated: list[set[str]] = field(default_factory=lambda: [set(), set()])
+    _replaced: list[set[str]] = field(default_factory=lambda: [set(), set()])
 
     @property
     def water(self) -> int:
@@ -61,7 +62,7 @@ class Counters:
     def dispatch(self, executions: int) -> None:
         """A burst was granted."""
         self.dispatched += executions
-        for ids in (self._started, self._terminated):
+        for ids in (self._started, self._terminated, self._replaced):
             ids[:] = [set(), ids[0]]
 
     def start(self, execution: str) -> bool:
@@ -87,6 +88,21 @@ class Counters:
         self._terminated[0].add(execution)
         self.terminated += 1
         return True
+
+    def ended(self, execution: str) -> bool:
+        """Whether its end was counted."""
+        return any(execution in ids for ids in self._terminated)
+
+    def replaced(self, by: str) -> bool:
+        """Whether `by` was dispatched in another execution's place."""
+        return any(by in ids for ids in self._replaced)
+
+    def replace(self, execution: str, by: str) -> None:
+        """Count the dispatch of `by` and the end of `execution`, each once."""
+        if not self.replaced(by):
+            self._replaced[0].add(by)
+            self.dispatched += 1
+        self.terminate(execution)
 
 
 class State:

@@ -33,11 +33,14 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     execution: str
     task: str
     group: str
-    group_size: int  # executions dispatched in the group: the group is complete when all of them were submitted
+    group_size: int  # the group is complete when so many were submitted, replaced ones not counted
     log: str  # path of its call log
     outcome: Outcome
     seconds: float = 0.0  # wall-clock from dispatch to termination
     burst: int = 0
+    # The execution dispatched in this one's place, in the same group; empty: none. Only an execution that no batch may
+    # take is replaced (ABORTED, EVALUATOR_FAILED). It is excluded and does not count towards the group's completion.
+    replaced_by: str = ""
 
 
 class Fates(msgspec.Struct, frozen=True, kw_only=True, tag="fates"):

@@ -5,6 +5,7 @@
 
 Membership of a batch is therefore decided by arrival alone, whenever the batch is opened, and again the same when it is
 replayed. A group none of whose members may be trained keeps its place: a run of N batches needs N·G groups, no more.
+An execution that another one replaces is excluded at once and is no member: its group waits for the other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gyre_train.errors import FeedError
-from gyre_traj.admission import check_outcome
+from gyre_traj.admission import admit, check_outcome
 from gyre_traj.errors import BadOutcome
 from gyre_traj.intake import Accepted, Ending, Fate, FateList, Submit
 
@@ -50,6 +51,16 @@ class Buffer:
             return Accepted(execution=message.execution, duplicate=True)
         check(message)
         group = self._groups.get(message.group)
+        if group is not None and message.group_size != group.size:
+            raise FeedError(
+                f"execution {message.execution!r} says its group {group.name!r} has {message.group_size!r} members, "
+                f"an earlier one said {group.size!r}; a group's size may not change"
+            )
+        if message.replaced_by:
+            self._seen.add(message.execution)
+            (reason,) = admit({message.execution: message.outcome}).excluded.values()
+            self.exclude(message.execution, f"replaced by {message.replaced_by!r}: {reason}")
+            return Accepted(execution=message.execution)
         if group is None:
             if len(self._groups) - self.retired >= self._max_groups:
                 raise FeedError(
@@ -57,11 +68,6 @@ class Buffer:
                     "or raise feed.max_groups"
                 )
             group = Group(message.group, message.task, message.group_size, now)
-        elif message.group_size != group.size:
-            raise FeedError(
-                f"execution {message.execution!r} says its group {group.name!r} has {message.group_size!r} members, "
-                f"an earlier one said {group.size!r}; a group's size may not change"
-            )
         self._groups[group.name] = group
         self._seen.add(message.execution)
         if group.complete:
@@ -129,5 +135,10 @@ def check(message: Submit) -> None:
         raise FeedError(f"execution {message.execution!r}: {e}") from e
     if message.group_size < 1:
         raise FeedError(f"execution {message.execution!r} has group_size {message.group_size!r}; it is at least 1")
+    if message.replaced_by and admitted(message):
+        raise FeedError(
+            f"execution {message.execution!r} ended as {message.outcome.ending.value!r} and is replaced by "
+            f"{message.replaced_by!r}; only one that no batch may take can be replaced"
+        )
     if not (message.execution and message.group):
         raise FeedError("a submission names its execution and its group; one of them is empty")
