@@ -175,6 +175,12 @@ def test_less_than_a_budget_waits_and_what_fits_leaves_together() -> None:
     assert packer.push([], last=True) == []
 
 
+def test_a_trajectory_over_the_budget_is_packed_alone_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    (alone,) = Packer(100).push([row(130)], last=False)
+    assert alone.tokens == 130
+    assert "a micro-step has 130 tokens: one trajectory of 'e' is longer than feed.tokens = 100" in caplog.text
+
+
 def test_trajectories_are_numbered_through_the_batch() -> None:
     packer = Packer(10)
     due = [s for last in (False, True) for s in packer.push([row(10), row(10)], last=last)]

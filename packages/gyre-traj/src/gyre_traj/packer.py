@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from gyre_traj.bins import assign, balance, load, places
 from gyre_traj.errors import BadRow
 from gyre_traj.forest import Forest
 from gyre_traj.packed import Packed
-from gyre_traj.packing import assign, balance, lay_out, load, places, usable
+from gyre_traj.packing import lay_out, usable
 from gyre_traj.rows import Row
 
 

@@ -71,23 +71,17 @@ class Row(Path):
 
     def numbered(self, trajectory: int) -> Self:
         """Return the same row under another trajectory number."""
-        return self.from_segments(
-            self.execution, trajectory, self.segments, weight=self.weight, advantage=self.advantage, role=self.role
-        )
+        return self._with(trajectory, self.segments)
 
     def trimmed(self) -> Self:
         """Return the row without what follows its last target: no loss depends on it. Raises `BadRow`."""
         self.check()
         last = max((i for i, segment in enumerate(self.segments) if segment.target), default=-1)
-        if last + 1 == len(self.segments):
-            return self
+        return self._with(self.trajectory, self.segments[: last + 1])
+
+    def _with(self, trajectory: int, segments: tuple[Segment, ...]) -> Self:
         return self.from_segments(
-            self.execution,
-            self.trajectory,
-            self.segments[: last + 1],
-            weight=self.weight,
-            advantage=self.advantage,
-            role=self.role,
+            self.execution, trajectory, segments, weight=self.weight, advantage=self.advantage, role=self.role
         )
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,8 @@ import msgspec
 
 import gyre_traj
 from gyre_traj.rows import Row
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,4 +45,13 @@ class Packer:
         due = self._packer.add(rows)
         if last:
             due += self._packer.flush()
+        for packed in due:
+            if packed.over_budget:
+                log.warning(
+                    "a micro-step has %d tokens: one trajectory of %r is longer than feed.tokens = %d; if it does not "
+                    "fit into memory, lower the harness's context limit",
+                    packed.tokens,
+                    packed.executions[0],
+                    packed.budget,
+                )
         return [PackedStep(msgspec.msgpack.encode(p), p.tokens, p.targets) for p in due]
