@@ -138,6 +138,19 @@ async def test_an_answer_that_was_cut_is_incomplete(bench, http, talk, turn, str
     Response.model_validate(got, strict=True)
 
 
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_the_path_may_do_without_its_version(bench, prefix):
+    await bench.engine()
+    async with (
+        bench.proxy() as proxy,
+        openai.AsyncOpenAI(base_url=proxy.url + prefix, api_key="k", max_retries=0) as api,
+    ):
+        assert (await api.responses.create(model="m", input="hi")).output_text == "answer 0"
+        with pytest.raises(openai.BadRequestError):
+            await api.responses.create(model="m", input=[])
+        assert proxy.service.metrics.counts["calls_refused"] == 1
+
+
 async def test_the_client_library_reads_streams(bench):
     await bench.engine()
     turn = "<think>\nhm\n</think>\n\nI look.\n" + call("bash", command="ls") + call("apply_patch", input="+x")

@@ -143,6 +143,19 @@ def offered(*tools):
     return [t["function"]["name"] for t in read(tools=list(tools)).conversation.tools]
 
 
+def test_a_custom_tool_is_a_function_of_one_text():
+    form = {"type": "custom", "name": "p"}
+    for odd in (PATCH, form, form | {"format": {"type": "text"}}, form | {"format": "lark"}):
+        (tool,) = read(tools=[odd]).conversation.tools
+        assert tool["function"]["parameters"]["required"] == ["input"]
+        assert ("start: LINE+" in tool["function"]["description"]) == (odd is PATCH)
+
+
+def test_a_namespace_is_explained_once():
+    tools = read(tools=[AGENTS | {"tools": [BASH, BASH | {"name": "b"}]}]).conversation.tools
+    assert [t["function"]["description"] for t in tools] == ["agents: Helpers.\n\nRun a command.", "Run a command."]
+
+
 def test_no_two_tools_have_one_name():
     plain = BASH | {"name": "agents__spawn"}
     assert offered(AGENTS, plain, BASH) == ["agents__spawn_2", "agents__spawn", "bash"]
@@ -229,7 +242,7 @@ def test_digests_ignore_the_stream_mode_only():
         ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
         ({"stream": "yes"}, "stream"),
         ({"tools": "bash"}, "tools"),
         ({"tools": [{}]}, r"tools\[0\].type"),
@@ -237,7 +250,6 @@ def test_digests_ignore_the_stream_mode_only():
         ({"tools": [BASH | {"parameters": []}]}, r"tools\[0\].parameters"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [5]}]}, r"tools\[0\].tools"),
         ({"tools": [AGENTS | {"tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\].name"),
-        ({"tools": [PATCH | {"format": "lark"}]}, r"tools\[0\].format"),
     ],
 )
 def test_wrong_requests_name_what_is_wrong(body, complaint):

@@ -1,9 +1,9 @@
 """OpenAI Responses: `POST /v1/responses`, streaming and not.
 
 Nothing is stored: a request carries its whole history, and what refers to a stored one is refused. Of the input,
-consecutive reasoning, message and call items are one assistant turn; a call is known by its `call_id`, while item ids,
-status and annotations mean nothing here. What no model behind this proxy can do (hosted tools and their items) is left
-out of the prompt, counted, and kept in the record.
+reasoning, then a message, then calls are one assistant turn; an item out of this order begins the next. A call is known
+by its `call_id`; item ids, status and annotations mean nothing here. What nobody here can run (hosted tools and their
+items) is left out of the prompt, counted, and kept in the record. `tool_choice` and `text.format` are not enforced.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_request(raw: bytes, defaults: Defaults) -> Request:
     sampling = Sampling(
         max_tokens=limit or defaults.max_tokens,
         temperature=body.get("temperature", Annotated[float, msgspec.Meta(ge=0, le=100)], defaults.temperature),
-        top_p=body.get("top_p", Annotated[float, msgspec.Meta(gt=0, le=1)], defaults.top_p),
+        top_p=body.get("top_p", Annotated[float, msgspec.Meta(ge=0, le=1)], defaults.top_p) or 1e-6,  # engines refuse 0
     )
     parts, offer = Parts(defaults.media), Offer(body.get("tools", list[dict[str, Any]], []))
     instructions = parts.text(body.get("instructions", str), "instructions")

@@ -146,9 +146,8 @@ class Stream:
 
     def failure(self, error: ProxyError) -> bytes:
         """The end of a stream that cannot be finished."""
-        head = b"" if self._next else self.begin()
-        said = {"code": error_code(error), "message": str(error)}
-        return head + self._event("response.failed", response=self._response("failed", error=said))
+        said = {"code": _code(error), "message": str(error)}
+        return self._event("response.failed", response=self._response("failed", error=said))
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         opening = self._opening
@@ -216,10 +215,6 @@ class Stream:
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
-def error_code(error: ProxyError) -> str:
+def _code(error: ProxyError) -> str:
     """The code under which a stream fails; clients decide by it whether to ask again."""
-    if (code := getattr(error, "code", None)) is not None:
-        return str(code)
-    if error.status == 429:
-        return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, BadRequest) else "server_error"

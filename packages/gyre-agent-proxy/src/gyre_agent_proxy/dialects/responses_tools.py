@@ -162,9 +162,9 @@ def _joined(tool: Tool) -> str:
 def _freeform(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """A custom tool as a function: the grammar it asks for is described, not enforced."""
     description = _optional(tool, "description", str, where) or ""
-    form = _optional(tool, "format", dict, where) or {}
-    if form.get("type") == "grammar":
-        description += f"\n\nThe input follows this grammar ({form.get('syntax')}):\n{form.get('definition')}"
+    form = tool.get("format")
+    if isinstance(form, dict) and isinstance(grammar := form.get("definition"), str):
+        description += f"\n\nThe input follows this grammar ({form.get('syntax')}):\n{grammar}"
     parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
     return {"description": description.strip(), "parameters": parameters}
 
