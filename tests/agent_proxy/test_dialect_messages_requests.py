@@ -116,11 +116,13 @@ def test_results_know_their_tool_and_odd_parts_become_notes():
     reference = {"type": "tool_reference", "tool_name": "bash"}
     found = {"type": "search_result", "source": "s", "title": "t", "content": [text("found")]}
     document = {"type": "document", "source": {"type": "base64", "data": "AA"}}
-    inner = (text("a\n"), found, reference, document)
+    plain = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "read me"}}
+    blocks = {"type": "document", "source": {"type": "content", "content": [text("and me")]}}
+    inner = (text("a\n"), found, reference, document, plain, blocks)
     request = read(messages=[USER, said(use(name="look")), user(result("c1", *inner))])
     got = request.conversation.messages[-1]
     assert (got.name, got.call_id) == ("look", "c1")
-    assert got.text == "a\nfound\n[tool 'bash']\n[file omitted: this model reads text only]"
+    assert got.text == "a\nfound\n[tool 'bash']\n[file omitted: this model reads text only]\nread me\nand me"
     assert request.omitted == 1
     foreign = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}}
     sealed = {"type": "redacted_thinking", "data": "x"}

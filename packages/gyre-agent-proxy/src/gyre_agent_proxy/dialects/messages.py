@@ -198,40 +198,44 @@ class Stream:
         """More text."""
         found = b"" if self._open else self._start({"type": "text", "text": ""})
         self._open = True
-        return found + self._delta("text_delta", text=text)
+        return found + self._delta({"type": "text_delta", "text": text})
 
     def finish(self, reply: Reply, rest: str) -> bytes:
         """The end: `rest` is the text not sent yet."""
         found = b""
         if reply.reasoning:
-            found += self._stop() + self._start({"type": "thinking", "thinking": "", "signature": ""})
-            found += self._delta("thinking_delta", thinking=reply.reasoning)
-            found += self._delta("signature_delta", signature=_SIGNATURE)
-            self._open = True
-            found += self._stop()
+            found += self._block(
+                {"type": "thinking", "thinking": "", "signature": ""},
+                {"type": "thinking_delta", "thinking": reply.reasoning},
+                {"type": "signature_delta", "signature": _SIGNATURE},
+            )
         if rest or not (self._blocks or reply.calls):
             found += self.delta(rest)
-        found += self._stop()
         for call in reply.calls:
-            found += self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-            found += self._delta("input_json_delta", partial_json=json.dumps(_input(call.arguments)))
-            self._open = True
-            found += self._stop()
-        found += _event("message_delta", delta=_stopped(reply), usage=_used(reply))
+            found += self._block(
+                {"type": "tool_use", "id": call.id, "name": call.name, "input": {}},
+                {"type": "input_json_delta", "partial_json": json.dumps(_input(call.arguments))},
+            )
+        found += self._end_text() + _event("message_delta", delta=_stopped(reply), usage=_used(reply))
         return found + _event("message_stop")
 
     def failure(self, error: ProxyError) -> bytes:
         """The end of a stream that cannot be finished."""
         return event(error_body(error), "error")
 
+    def _block(self, block: dict[str, Any], *deltas: dict[str, str]) -> bytes:
+        """A whole block."""
+        found = self._end_text() + self._start(block) + b"".join(map(self._delta, deltas))
+        return found + _event("content_block_stop", index=self._blocks - 1)
+
     def _start(self, block: dict[str, Any]) -> bytes:
         self._blocks += 1
         return _event("content_block_start", index=self._blocks - 1, content_block=block)
 
-    def _delta(self, kind: str, **fields: str) -> bytes:
-        return _event("content_block_delta", index=self._blocks - 1, delta={"type": kind, **fields})
+    def _delta(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
-    def _stop(self) -> bytes:
+    def _end_text(self) -> bytes:
         was, self._open = self._open, False
         return _event("content_block_stop", index=self._blocks - 1) if was else b""
 

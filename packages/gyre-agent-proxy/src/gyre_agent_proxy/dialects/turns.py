@@ -14,10 +14,9 @@ _REMINDER = "<system-reminder>"
 
 
 class Turns:
-    """Takes messages in order; `end` returns them normalised.
+    """Takes messages in order; `end` returns them normalised: system, then turns of the two sides.
 
-    system …  ( assistant │ tool … user )*        one user message between two assistant turns, none after tools
-                                                  if nobody wrote anything
+    Between two assistant turns stand tool messages, if any, and one user message, if anybody wrote anything.
     """
 
     def __init__(self, media: str) -> None:
@@ -26,9 +25,10 @@ class Turns:
         self._parts = Parts(media)
         self._done: list[Message] = []
         self._system: list[str] = []
+        # Of the turn that is being gathered:
         self._results: list[Message] = []
-        self._texts: list[str] | None = None  # of the user turn that is being gathered
-        self._assistant: list[Any] | None = None  # blocks of the assistant turn that is being gathered
+        self._texts: list[str] | None = None
+        self._assistant: list[Any] | None = None
         self._names: dict[str, str] = {}  # of tools, by call id
 
     @property
@@ -45,7 +45,8 @@ class Turns:
         self._end_assistant()
         if text:
             told = text if text.startswith(_REMINDER) else f"{_REMINDER}\n{text}\n</system-reminder>"
-            self._texts = [*(self._texts or []), told]
+            self._texts = self._texts or []
+            self._texts.append(told)
 
     def message(self, item: dict[str, Any], where: str) -> None:
         """Take one message. Raises `BadRequest` naming `where`."""
@@ -59,7 +60,8 @@ class Turns:
                 self._user(blocks_of(content, where_content), where_content)
             case "assistant":
                 self._end_user()
-                self._assistant = [*(self._assistant or []), *blocks_of(content, where_content)]
+                self._assistant = self._assistant or []
+                self._assistant += blocks_of(content, where_content)
             case _:
                 raise BadRequest(f"{where}.role: expected user, assistant or system, got {role!r:.80}", "messages")
 
@@ -101,14 +103,26 @@ class Turns:
     def _part(self, block: Any, where: str) -> str:
         """The text of a block. Raises `BadRequest`."""
         match _kind(block, where):
-            case "text" | "image" | "document":
+            case "text" | "image":
                 return self._parts.part(block, where)
+            case "document":
+                return self._document(block, where)
             case "search_result":
                 return joined(self._part(b, where) for b in blocks_of(block.get("content"), where))
             case "tool_reference":
                 return f"[tool {block.get('tool_name')!r}]"
             case kind:  # of a server's tools, or newer than this module
                 return self._parts.note(kind[:64], where)
+
+    def _document(self, block: dict[str, Any], where: str) -> str:
+        """A document's text, where it is one."""
+        match block.get("source"):
+            case {"type": "text", "data": str(text)}:
+                return text
+            case {"type": "content", "content": content}:
+                return joined(self._part(b, where) for b in blocks_of(content, where))
+            case _:
+                return self._parts.part(block, where)
 
     def _end_user(self) -> None:
         if self._results:
