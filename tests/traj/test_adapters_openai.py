@@ -168,15 +168,17 @@ def test_tokens_named_by_id_with_a_rendered_prompt(bring: Bring, template: opena
             "response": {"choices": [answer("hi", logprobs={"content": content})]} | usage,
         }
 
-    logs, report = bring([line(len(prompt)), line(len(prompt) + 1), line(None)])
-    good, *others = logs["requests"].calls
-    assert unpack_ids(good.prompt).tolist() == prompt
-    assert unpack_ids(good.output).tolist() == [70, END]
+    good = line(len(prompt))
+    good["response"]["prompt_token_ids"] = []  # nothing was sent: not given
+    logs, report = bring([good, line(len(prompt) + 1), line(None)])
+    exact, *others = logs["requests"].calls
+    assert unpack_ids(exact.prompt).tolist() == prompt
+    assert unpack_ids(exact.output).tolist() == [70, END]
     assert report.trainable == 1
     assert all(not call.logprobs for call in others)
     assert dict(report.untrainable) == {
-        "prompt ids were not logged, and the engine counted another number of its tokens": 1,
-        "prompt ids were not logged, and nobody counted of its tokens": 1,
+        "prompt ids were not logged, and the engine counted other tokens": 1,
+        "prompt ids were not logged, and nobody counted its tokens": 1,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from gyre_traj.errors import BadLine
 from gyre_traj.records import Span
 
-MISSING = -9999.0  # what vLLM writes for a log-probability it does not have
+_MISSING = -9999.0  # what vLLM writes for a log-probability it does not have
 
 
 def sampled_ids(
@@ -34,6 +34,24 @@ def sampled_ids(
     except (KeyError, TypeError, ValueError):
         logprobs = [float("nan")]
     return ids, logprobs
+
+
+def flaw(sampled: list[int] | None, logprobs: list[float] | None) -> str:
+    """Why an answer is no loss target; empty when it is one."""
+    if sampled is None:
+        return "token ids were not logged"
+    if logprobs is None:
+        return "no log-probabilities"
+    if len(logprobs) != len(sampled):
+        return "not as many log-probabilities as tokens"
+    if any(not value > _MISSING for value in logprobs):
+        return "some log-probabilities are missing"
+    return ""
+
+
+def first_of(*values: Any, kinds: Any) -> Any:
+    """The first value of these kinds, or None."""
+    return next((value for value in values if isinstance(value, kinds)), None)
 
 
 def _named(content: list[Any]) -> list[int] | None:

@@ -14,8 +14,8 @@ Columns, n tokens a row:
     ids                                    list<uint32>  [n]
     target                                 list<bool>    [n]
     logprobs                               list<float>   [n] 0 where not a target
-    temperature                            list<float>   [n] null: 1 everywhere
-    version                                list<int32>   [n] weights that sampled the targets, else -1; null: not known
+    temperature                            list<float>   [n] 1 where not a target; null: 1 everywhere
+    version                                list<int32>   [n] weights that sampled the target, else -1; null: not known
 
 The file's metadata holds `gyre_traj`: JSON with `format` 1, `units` (the batch's denominator) and what the writer adds.
 """
@@ -37,14 +37,15 @@ from gyre_traj.errors import BadRow
 FORMAT = 1
 _TEXTS = ("execution", "role", "group", "call", "finish")
 _LISTS = {"ids": np.uint32, "target": np.bool_, "logprobs": np.float32, "temperature": np.float32, "version": np.int32}
-_PLAIN = {"temperature": 1, "version": -1}  # a list of nothing else is stored as null
-_TOKENS = 1 << 21  # tokens of a row group: about 20 MB in memory
+_PLAIN = {"logprobs": 0, "temperature": 1, "version": -1}  # what stands where nothing is a target
+_NULL = ("temperature", "version")  # null when nothing else stands anywhere
+_TOKENS = 1 << 19  # tokens of a row group, unless one row has more
 
 
 def write_parquet(
     path: str | Path, examples: Iterable[Example], *, units: float, note: Mapping[str, Any] | None = None
 ) -> int:
-    """Write examples as they come, a row group of about two million tokens in memory at a time; return how many.
+    """Write examples as they come, a row group of about half a million tokens in memory at a time; return how many.
 
     `note` is added to the file's metadata. Raises `OSError`.
     """
@@ -117,9 +118,10 @@ def _open(path: str | Path) -> Any:
 
 def _stored(row: Row, name: str) -> NDArray[Any] | None:
     array: NDArray[Any] = getattr(row, name)
-    if name == "logprobs":
-        return np.where(row.target, array, np.float32(0))
-    return None if name in _PLAIN and (array == _PLAIN[name]).all() else array
+    if name not in _PLAIN:
+        return array
+    array = np.where(row.target, array, array.dtype.type(_PLAIN[name]))
+    return None if name in _NULL and (array == _PLAIN[name]).all() else array
 
 
 def _table(waiting: list[Example], schema: Any) -> Any:

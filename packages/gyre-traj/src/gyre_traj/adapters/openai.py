@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gyre_traj.adapters.completions import MISSING, at, chat_message, first_ids, sampled_ids, weight_versions
+from gyre_traj.adapters.completions import at, chat_message, first_ids, first_of, flaw, sampled_ids, weight_versions
 from gyre_traj.errors import BadLine
 from gyre_traj.jsonl import read_lines
 from gyre_traj.log import LogWriter
@@ -217,24 +217,17 @@ def _answers(
         )
         sampled, logprobs = sampled_ids(response, choice, i)
         versions = weight_versions(response, choice, len(sampled or ()))
-        why = ""
-        if given is None:
+        why = flaw(sampled, logprobs)
+        if not given:
             given = template.render(messages, request.get("tools"), generation=True)
             counted = at(response, "usage", "prompt_tokens")
             if counted != len(given):
-                said = "nobody counted" if counted is None else "the engine counted another number"
-                why = f"prompt ids were not logged, and {said} of its tokens"
+                said = "nobody counted its tokens" if counted is None else "the engine counted other tokens"
+                why = f"prompt ids were not logged, and {said}"
         if sampled is None:
             sampled = _rendered(
                 given, messages, chat_message(choice.get("message") or {}), request.get("tools"), template
             )
-            why = why or "token ids were not logged"
-        elif logprobs is None:
-            why = why or "no log-probabilities"
-        elif len(logprobs) != len(sampled):
-            why = why or "not as many log-probabilities as tokens"
-        elif any(not value > MISSING for value in logprobs):
-            why = why or "some log-probabilities are missing"
         options = {key: value for key, value in request.items() if key not in ("messages", "tools")}
         kept = {key: response[key] for key in ("id", "model") if key in response}
         call = Call(
@@ -245,10 +238,10 @@ def _answers(
             logprobs=b"" if why else pack_logprobs(logprobs or []),
             versions=versions,
             finish=_FINISH.get(choice.get("finish_reason") or "stop", "stop"),
-            matched_stop=at(choice, "matched_stop") or at(choice, "stop_reason"),
+            matched_stop=first_of(choice.get("matched_stop"), choice.get("stop_reason"), kinds=int | str),
             sampling=options,
             request=kept | ({"untrainable": why} if why else {}),
-            started=float(response.get("created") or 0.0),
+            started=float(first_of(response.get("created"), 0.0, kinds=int | float)),
         )
         yield _Made(np.array(given, np.uint32), np.array(sampled, np.uint32), call, str(response.get("model") or ""))
 
