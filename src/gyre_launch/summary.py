@@ -99,18 +99,23 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 
 def _executions(path: Path) -> dict[str, Any]:
-    """Counts from the ledger; `dispatched` = trained + placeholders + excluded + `without_fate`."""
+    """Counts from the ledger; `dispatched` = trained + placeholders + excluded + `without_fate`.
+
+    Of the excluded ones, `replaced` had another execution of their group dispatched in their place."""
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     if path.is_file():
         with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as db:
-            for state, terminated, reason in db.execute("SELECT state, terminated, reason FROM executions"):
+            db.row_factory = sqlite3.Row
+            for row in db.execute("SELECT * FROM executions"):
+                state, reason = row["state"], row["reason"]
                 counts["dispatched"] += 1
-                counts["terminated"] += terminated is not None
+                counts["terminated"] += row["terminated"] is not None
+                counts["replaced"] += "replaced_by" in row.keys() and row["replaced_by"] != ""  # noqa: SIM118
                 counts[state if state in ("trained", "excluded", "placeholder") else "without_fate"] += 1
                 if state == "excluded":
                     reasons[reason] += 1
-    keys = ("dispatched", "terminated", "trained", "placeholder", "excluded", "without_fate")
+    keys = ("dispatched", "terminated", "trained", "placeholder", "excluded", "replaced", "without_fate")
     return {key: counts[key] for key in keys} | {"excluded_reasons": dict(reasons)}
 
 
@@ -161,7 +166,8 @@ def text(summary: dict[str, Any]) -> str:
     first, last = run["mean_score_first_2"], run["mean_score_last_2"]
     rows = [
         f"{run['steps']} steps; executions: {executions['dispatched']} dispatched, {executions['terminated']} ended, "
-        f"{executions['trained']} trained, {executions['placeholder']} placeholders, {executions['excluded']} excluded",
+        f"{executions['trained']} trained, {executions['placeholder']} placeholders, {executions['excluded']} excluded"
+        + (f" ({executions['replaced']} of them replaced)" if executions.get("replaced") else ""),
         f"calls: {run['calls']}, {run['calls_failed']} failed to a harness, {run['calls_moved']} moved between engines",
     ]
     if first is not None and last is not None:

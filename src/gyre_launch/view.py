@@ -40,9 +40,11 @@ def _runner(view: View) -> str:
         return "runner    waiting for the cells"
     score = r.get("mean_score")
     shown = f"   mean score so far {score:.3f}" if isinstance(score, float) else ""
+    replaced = r.get("replaced", 0)
     return (
-        f"runner    {r.get('terminated', 0)}/{view.executions} executions ended, "
-        f"{r.get('started', 0) - r.get('terminated', 0)} running{shown}"
+        f"runner    {r.get('terminated', 0)}/{view.executions + replaced} executions ended, "
+        f"{r.get('started', 0) - r.get('terminated', 0)} running"
+        f"{f', {replaced} replaced after a failure' if replaced else ''}{shown}"
     )
 
 

@@ -61,6 +61,9 @@ class World:
         self.closed: list[str] = []
         self.alive = self.most_alive = 0
         self.decides = True
+        self.replaced: dict[str, str] = {}
+        self.failing = ""  # what the proxy says of every execution's last call
+        self.declines = ""  # why no execution is replaced
         self.refuses = ""  # an execution whose end the scheduler does not take
 
     def context(self) -> Context:
@@ -84,6 +87,15 @@ class World:
                 self.started.append(execution)
                 self.alive += 1
                 self.most_alive = max(self.most_alive, self.alive)
+            case sched.Replace() if self.declines:
+                return sched.Declined(reason=self.declines)
+            case sched.Replace(execution=execution, by=by):
+                if by not in self.replaced.values():
+                    self.dispatched += 1
+                self.replaced[execution] = by
+                if execution not in self.terminated:
+                    self.terminated.append(execution)
+                    self.alive -= 1
             case sched.Terminated(execution=self.refuses):
                 raise ValueError("none of the 0 dispatched")
             case sched.Terminated(execution=execution):
@@ -98,7 +110,9 @@ class World:
             return intake.FateList(fates=tuple(self.fates[request.since :]), total=len(self.fates))
         duplicate = request.execution in self.submitted
         self.submitted.setdefault(request.execution, request)
-        group = [s for s in self.submitted.values() if s.group == request.group]
+        group = [s for s in self.submitted.values() if s.group == request.group and not s.replaced_by]
+        if request.replaced_by and not duplicate:
+            self.fates.append(intake.Fate(execution=request.execution, reason="replaced"))
         if self.decides and not duplicate and len(group) == request.group_size:
             for s in group:
                 excluded = s.outcome.ending in (Ending.EVALUATOR_FAILED, Ending.ABORTED)
@@ -114,7 +128,8 @@ class World:
         execution = request.match_info["execution"]
         assert self._owner(request) == execution
         self.closed.append(execution)
-        return web.json_response({"execution": execution, "calls": self.calls[execution]})
+        calls = self.calls[execution]
+        return web.json_response({"execution": execution, "calls": calls, "failing": self.failing})
 
     def _owner(self, request: web.Request) -> str:
         secret = (self.folder / "run" / "secret").read_bytes().strip()
@@ -143,7 +158,7 @@ async def make_world(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
                 path = tmp_path / "tasks" / task / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
-        options = {"harness": ["{python}", "{folder}/agent.py"], "evaluator_attempts": 2, **runner}
+        options = {"harness": ["{python}", "{folder}/agent.py"], "evaluator_attempts": 2, "refills": 0, **runner}
         (tmp_path / "config.toml").write_text(
             f'[run]\ndir = "{tmp_path}/run"\nsteps = {steps}\n'
             f"[batch]\ngroups = 1\ngroup_size = {group_size}\nper_burst = 2\n"
@@ -195,6 +210,61 @@ async def test_bursts_to_the_end(make_world: Callable[..., Any]) -> None:
     assert (seen["dispatched"], seen["terminated"], seen["trained"], seen["excluded"]) == (12, 12, 4, 4)
     assert (seen["placeholders"], seen["calls"], seen["mean_score"]) == (4, 12, 0.5)
     assert (seen["harness_failures"], seen["evaluator_failures"]) == (4, 8)
+
+
+async def test_executions_without_a_result_are_replaced_in_their_group(make_world: Callable[..., Any]) -> None:
+    """The evaluator fails for e2 and for what replaces it first; the second one is scored."""
+    source = HARNESS.replace('index = os.environ["GYRE_EXECUTION"][-1]', 'name = os.environ["GYRE_EXECUTION"]')
+    source = source.replace('index == "1"', 'name.endswith("e1")').replace(
+        'index == "2"', '"e2" in name and name[-2:] != "r2"'
+    )
+    world = await make_world(source, refills=2)
+    await serve(world.context())
+
+    first, second, third = (f"b0-g00-e2{r}" for r in ("", "-r1", "-r2"))
+    assert len(world.submitted) == 10
+    assert (world.replaced[first], world.replaced[second], world.submitted[third].replaced_by) == (second, third, "")
+    assert sorted(world.terminated) == sorted(world.submitted) == sorted(world.started)
+    rows = world.rows()
+    assert [(rows[n].state, rows[n].replaces, rows[n].replaced_by) for n in (first, second, third)] == [
+        (State.EXCLUDED, "", second),
+        (State.EXCLUDED, first, third),
+        (State.TRAINED, second, ""),
+    ]
+    assert {s.task for n, s in world.submitted.items() if n.startswith("b0-g00")} == {world.submitted[third].task}
+    seen = json.loads((world.folder / "run/metrics/runner.json").read_text())
+    assert (seen["dispatched"], seen["trained"], seen["excluded"], seen["placeholders"]) == (10, 4, 4, 2)
+    assert (seen["replaced"], seen["not_replaced"]) == (4, 0)
+
+
+@pytest.mark.parametrize(("refills", "declines"), [(1, ""), (2, "no engine is routable")])
+async def test_a_group_goes_on_without_a_result_that_cannot_be_had(
+    make_world: Callable[..., Any], refills: int, declines: str
+) -> None:
+    world = await make_world(HARNESS.replace('index == "1"', "False").replace('"2"', '"1"'), steps=2, refills=refills)
+    world.declines = declines
+    await serve(world.context())
+    rows = world.rows()
+    assert {row.state for row in rows.values()} == {State.TRAINED, State.EXCLUDED}
+    last = rows["b0-g00-e1" if declines else "b0-g00-e1-r1"]
+    assert (last.state, last.replaced_by) == (State.EXCLUDED, "")
+    assert last.not_replaced == (
+        "the scheduler declined: no engine is routable" if declines else "its group has used its 1 refills"
+    )
+    assert len(rows) == len(world.submitted) == (6 if declines else 8)
+    seen = json.loads((world.folder / "run/metrics/runner.json").read_text())
+    assert (seen["replaced"], seen["not_replaced"]) == ((0, 2) if declines else (2, 2))
+
+
+async def test_a_call_that_no_engine_answered_is_not_the_harness_s_failure(make_world: Callable[..., Any]) -> None:
+    """Nothing to score because of it is no placeholder; what it left all the same is scored."""
+    source = HARNESS.replace('index == "1"', 'os.environ["GYRE_EXECUTION"].endswith("e1")')
+    world = await make_world(source.replace('"2"', '"x"'), refills=1)
+    world.failing = "no engine within 900 s"
+    await serve(world.context())
+    rows = world.rows()
+    assert rows["b0-g00-e1"].detail == "its last call failed: no engine within 900 s"
+    assert (rows["b0-g00-e1"].ending, rows["b0-g00-e1-r1"].ending) == (Ending.ABORTED, Ending.SCORED)
 
 
 async def test_a_harness_that_can_do_nothing_stops_the_run(make_world: Callable[..., Any]) -> None:
@@ -329,8 +399,9 @@ UP = ["b0-g00-e0", "b0-g00-e1"]
 
 
 async def test_sigterm_ends_harnesses_and_a_restart_goes_on(make_world: Callable[..., Any]) -> None:
-    """Stopped: what ran is aborted, what had not started is dispatched still. The next runner finishes all of it."""
-    world = await make_world()
+    """Stopped: what ran is aborted, what had not started is dispatched still. The next runner finishes all of it, and
+    what was stopped is dispatched anew."""
+    world = await make_world(refills=1)
     child = await started(world, WAITING, [f"{name}.up" for name in UP])
     running = pids(world, UP)
     assert await child.stop() == 0
@@ -341,14 +412,15 @@ async def test_sigterm_ends_harnesses_and_a_restart_goes_on(make_world: Callable
     assert not world.submitted
     assert not world.terminated
 
-    (world.folder / "agent.py").write_text(HARNESS)
+    (world.folder / "agent.py").write_text(HARNESS.replace('"2"', '"x"').replace("-1]", "8]"))
     world.dispatched = 0
     await serve(world.context())
     rows = world.rows()
     assert {rows[n].state for n in UP} == {State.EXCLUDED}
+    assert {(rows[n].replaced_by, rows[f"{n}-r1"].ending is None) for n in UP} == {(f"{n}-r1", False) for n in UP}
     assert sorted(world.terminated) == sorted(set(world.closed)) == sorted(rows), "the water level reaches 0"
     assert {row.state for row in rows.values()} == {State.TRAINED, State.PLACEHOLDER, State.EXCLUDED}
-    assert len(world.submitted) == 6
+    assert len(world.submitted) == 8
 
 
 async def test_a_killed_runner_takes_its_harnesses_along_and_their_work_is_scored(

@@ -191,7 +191,9 @@ class Server:
         name = request.match_info["id"]
         if self._execution(request) != name:
             raise Unauthorized(f"this key is another execution's, not {name!r}'s")
-        return web.json_response({"execution": name, "calls": await self._service.close(name)})
+        failing = self._service.failing(name)  # before: what is still open fails by being closed
+        calls = await self._service.close(name)
+        return web.json_response({"execution": name, "calls": calls, "failing": failing})
 
 
 def _anthropic(request: web.Request) -> bool:

@@ -44,6 +44,7 @@ class Execution:
         self.sampled = 0  # tokens
         self.attempts: dict[str, Attempt] = {}  # by request digest: running, or answered and not delivered
         self.tasks: set[asyncio.Task[None]] = set()
+        self.failing = ""  # why the last call failed, if it did and not by its own fault
 
 
 class Service:
@@ -122,6 +123,11 @@ class Service:
             self.metrics.add("undelivered")
         if execution is not None:
             self._recorder.append(name, Delivered(call=attempt.call, ok=ok))
+
+    def failing(self, name: str) -> str:
+        """Why the execution's last call failed, empty if it did not or by its own fault."""
+        execution = self._executions.get(name)
+        return execution.failing if execution is not None else ""
 
     async def close(self, name: str, deadline: float = 30.0) -> int:
         """End an execution: abort what is still running, complete its log, forget it; returns its number of calls.
@@ -241,6 +247,7 @@ class Service:
             reply = self._reply(execution, attempt, plan, output)
             node = self._record(execution, attempt, plan, output, reply)
             execution.history.insert(node)
+            execution.failing = ""
             attempt.settle(reply)
         except ProxyError as e:
             await self._fail(execution, attempt, plan, output, e)
@@ -258,6 +265,8 @@ class Service:
         self, execution: Execution, attempt: Attempt, plan: Plan, output: Output, error: ProxyError
     ) -> None:
         output.finish = "error"
+        if error.status >= 500:
+            execution.failing = str(error)
         if output.ids and not attempt.recorded:
             try:
                 self._record(execution, attempt, plan, output, None)

@@ -28,6 +28,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     evaluator_memory_mb: int = 4096  # address space of each verifier process
     evaluators: int = 2  # verifiers at a time
     workspace_limit_mb: int = 2048  # what a verifier's copy of a workspace may hold
+    refills: int = 2  # executions a group may have replaced that ended without a result through no fault of their own
     grant_within: float = 7200.0  # seconds to wait for a burst's grant
     fates_within: float = 3600.0  # seconds to wait, after the last submission, until every execution has its fate
 
@@ -41,3 +42,5 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
         if self.concurrency < 0:
             raise ValueError(f"concurrency must be at least 0 (0: what the scheduler grants), got {self.concurrency!r}")
+        if self.refills < 0:
+            raise ValueError(f"refills must be at least 0 (0: none), got {self.refills!r}")

@@ -1,6 +1,7 @@
 """An execution's way through the runner: from dispatched to submitted, one ledger step at a time.
 
     dispatched ─ start ─▶ started ─ it ends, or its budget does ─▶ terminated ─ score ─▶ judged ─ submit ─▶ submitted
+                                                                       no result: another one is dispatched ─▶ …
 
 Each step begins from what the ledger says, so the same code carries on after the runner itself was restarted: a harness
 that ran then has ended with the runner ("lost"), and what its workspace holds is scored.
@@ -14,11 +15,12 @@ import shutil
 from pathlib import Path
 
 from gyre_agent_proxy.keys import make_key
+from gyre_agent_proxy.runner import refill
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import HarnessError
 from gyre_agent_proxy.runner.execution import Harness, finish, start
 from gyre_agent_proxy.runner.ledger import RUNNABLE, UNFINISHED, Ledger, State
-from gyre_agent_proxy.runner.peers import Peers
+from gyre_agent_proxy.runner.peers import Closed, Peers
 from gyre_agent_proxy.runner.scoring import Scorer
 from gyre_agent_proxy.runner.tasks import Task
 from gyre_agent_proxy.runner.workspace import prepare
@@ -29,7 +31,6 @@ from gyre_transport.run import RunDir
 log = logging.getLogger(__name__)
 
 _NO_START = "could not start: "
-_STOPPED = "stopped"
 _LOST = "lost"
 
 
@@ -81,29 +82,56 @@ class Journey:
         self._suspicion = Suspicion(group_size)
 
     async def travel(self, name: str, slots: asyncio.Semaphore) -> None:
-        """Take execution `name` to submitted; `slots` is held from before its start until the scheduler knows its end.
+        """Take execution `name`, and each one that replaces it, to submitted.
 
-        Cancelling stops the harness and judges the execution ABORTED; one that was not started stays dispatched.
+        `slots` is held from before a start until the scheduler knows the end. Cancelling stops the harness and judges
+        the execution ABORTED; one that was not started stays dispatched.
         Raises `HarnessError` and `PeerError`, after which no execution can get any further.
         """
+        while name:
+            await self._one(name, slots)
+            name = self._ledger.row(name).replaced_by
+
+    async def _one(self, name: str, slots: asyncio.Semaphore) -> None:
         row = self._ledger.row(name)
-        calls = None
+        if row.state not in UNFINISHED:
+            return
         async with slots:
             if row.state is State.DISPATCHED:
                 await self._run(name, self._tasks[row.task])
             elif row.state is State.STARTED:
                 self._ledger.terminated(name, _LOST)
             await asyncio.to_thread(shutil.rmtree, self._home(name), ignore_errors=True)
-            if row.state in UNFINISHED:  # a judged one, too: the runner may have been stopped before it said so
-                calls = await self._peers.close_execution(name, make_key(self._secret, name))
+            closed = await self._peers.close_execution(name, make_key(self._secret, name))
+            ended = self._ledger.row(name)
+            if ended.state is State.TERMINATED and ended.why.startswith(_NO_START):
+                self._ledger.judged(name, Outcome(ending=Ending.ABORTED, detail=ended.why), closed.calls)
+            # A judged one is told of, too: the runner may have been stopped before it said so.
+            if not await self._replaced(name):
                 await self._peers.terminated(name, again=row.state not in RUNNABLE)
         row = self._ledger.row(name)
         if row.state is State.TERMINATED:
-            outcome = await self._judge(name, self._tasks[row.task], row.why)
-            self._ledger.judged(name, outcome, calls)
+            outcome = await self._judge(name, self._tasks[row.task], row.why, closed)
+            self._ledger.judged(name, outcome, closed.calls)
+            await self._replaced(name)
             self._suspicion.saw(row.why, outcome, self._log(name))
-        if self._ledger.row(name).state is State.JUDGED:
-            await self._submit(name)
+        await self._submit(name)
+
+    async def _replaced(self, name: str) -> bool:
+        """Whether another execution is dispatched in place of `name` (the scheduler knows): one without a result."""
+        row = self._ledger.row(name)
+        if row.state is not State.JUDGED or not refill.replaceable(row.ending):
+            return False
+        row = self._ledger.refill(name, self._config.refills)
+        if row.replaced_by and (declined := await self._peers.replace(name, row.replaced_by, row.burst)):
+            self._ledger.withdraw(name, f"the scheduler declined: {declined}")
+            row = self._ledger.row(name)
+        without = f"{name} ended without a result ({row.ending}: {row.detail})"
+        if not row.replaced_by:
+            log.warning("%s and is not replaced: %s; group %s goes on without it", without, row.not_replaced, row.grp)
+            return False
+        log.warning("%s and is replaced by %s", without, row.replaced_by)
+        return True
 
     def _log(self, name: str) -> Path:
         return self._dir.logs / "harness" / f"{name}.log"
@@ -121,7 +149,7 @@ class Journey:
             await self._peers.started(name)
             why = await self._hold(name, task)
         except asyncio.CancelledError:
-            self._ledger.terminated(name, _STOPPED)
+            self._ledger.terminated(name, refill.STOPPED)
             self._ledger.judged(name, Outcome(ending=Ending.ABORTED, detail="the run was stopped"))
             raise
         except HarnessError as e:
@@ -142,12 +170,13 @@ class Journey:
         end = await finish(child, min(self._config.budget, task.agent_timeout or self._config.budget))
         return end.why
 
-    async def _judge(self, name: str, task: Task, why: str) -> Outcome:
-        if why.startswith(_NO_START):
-            return Outcome(ending=Ending.ABORTED, detail=why)
+    async def _judge(self, name: str, task: Task, why: str, closed: Closed) -> Outcome:
         outcome = await self._scorer.score(task, name, self._workspace(name))
-        if why == _LOST and outcome.ending is Ending.NOTHING_TO_SCORE:  # nor was this the harness's doing
-            return Outcome(ending=Ending.ABORTED, detail="the runner ended while the harness ran; nothing to score")
+        if outcome.ending is Ending.NOTHING_TO_SCORE:  # which may not be the harness's doing
+            if why == _LOST:
+                return Outcome(ending=Ending.ABORTED, detail="the runner ended while the harness ran; nothing to score")
+            if closed.failing:
+                return Outcome(ending=Ending.ABORTED, detail=f"its last call failed: {closed.failing}")
         return outcome
 
     async def _submit(self, name: str) -> None:
@@ -163,6 +192,7 @@ class Journey:
                 outcome=Outcome(ending=row.ending, score=row.score, detail=row.detail),
                 seconds=max(0.0, (row.terminated or row.dispatched) - row.dispatched),
                 burst=row.burst,
+                replaced_by=row.replaced_by,
             )
         )
         self._ledger.submitted(name)

@@ -9,21 +9,26 @@
     submitted    the feed has it
     trained …    its fate; a placeholder was in a batch without target tokens
 
+An execution that ended without a result may be replaced by another one of its group (refill.py): both rows say so, and
+a replacement is entered as dispatched in the same transaction.
+
 Each step is one transaction; one that the state does not allow raises `LedgerError` and changes nothing: an execution
 ends exactly once. A runner that starts over an existing ledger goes on from what it says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from gyre_agent_proxy.runner import refill
 from gyre_agent_proxy.runner.errors import LedgerError
 from gyre_traj.intake import Ending, Fate, Outcome
 
@@ -77,6 +82,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     calls: int | None = None  # model calls, as the proxy counted them
     trained_step: int | None = None
     reason: str = ""  # of an exclusion
+    replaces: str = ""  # the execution it was dispatched in place of
+    replaced_by: str = ""
+    not_replaced: str = ""  # why not, although it ended without a result through no fault of its own
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +109,9 @@ CREATE TABLE IF NOT EXISTS executions (
 """
 
 
+_ADDED = ("replaces", "replaced_by", "not_replaced")  # columns that ledgers of earlier versions lack
+
+
 class Ledger:
     """The executions of one run; used from one thread."""
 
@@ -112,6 +123,9 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute(_TABLE)
+            known = {row["name"] for row in self._db.execute("PRAGMA table_info(executions)")}
+            for name in (name for name in _ADDED if name not in known):
+                self._db.execute(f"ALTER TABLE executions ADD COLUMN {name} TEXT NOT NULL DEFAULT ''")
         except sqlite3.Error as e:
             raise LedgerError(
                 f"the ledger {str(path)!r} cannot be used: {e}; check the folder's space and permissions"
@@ -124,16 +138,11 @@ class Ledger:
     def dispatch(self, rows: Iterable[tuple[str, str, str]], burst: int) -> None:
         """Enter (id, task, group) executions as dispatched, all or none; those already entered stay as they are."""
         now = time.time()
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._transaction():
             self._db.executemany(
                 "INSERT OR IGNORE INTO executions (id, task, grp, burst, state, dispatched) VALUES (?, ?, ?, ?, ?, ?)",
                 [(*row, burst, State.DISPATCHED, now) for row in rows],
             )
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
     def started(self, execution: str) -> None:
         """The harness is being started."""
@@ -151,6 +160,45 @@ class Ledger:
     def submitted(self, execution: str) -> None:
         """The feed has accepted it."""
         self._step(execution, State.SUBMITTED)
+
+    def refill(self, execution: str, limit: int) -> Row:
+        """Decide, once, whether a judged execution without a result is replaced; returns its row.
+
+        Its replacement is dispatched with it, unless `limit` executions of its group failed and were replaced already.
+        Raises `LedgerError` for an execution that is not judged, or that has a result.
+        """
+        with self._transaction():
+            row = self.row(execution)
+            if row.state is not State.JUDGED or not refill.replaceable(row.ending):
+                raise LedgerError(f"execution {execution!r} is {row.state.value} and cannot be replaced")
+            if row.replaced_by or row.not_replaced:
+                return row
+            used = self._db.execute(
+                "SELECT COUNT(*) FROM executions WHERE grp = ? AND replaced_by != '' AND why != ?",
+                (row.grp, refill.STOPPED),
+            ).fetchone()[0]
+            by = "" if (obstacle := refill.obstacle(row.why, used, limit)) else refill.successor(execution)
+            self._db.execute(
+                "UPDATE executions SET replaced_by = ?, not_replaced = ? WHERE id = ?", (by, obstacle, execution)
+            )
+            if by:
+                self._db.execute(
+                    "INSERT INTO executions (id, task, grp, burst, state, dispatched, replaces) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (by, row.task, row.grp, row.burst, State.DISPATCHED, time.time(), execution),
+                )
+            return self.row(execution)
+
+    def withdraw(self, execution: str, why: str) -> None:
+        """The scheduler declined the replacement of `execution`, so it never was: its row goes, `why` stays.
+
+        Raises `LedgerError` when it is not dispatched any more."""
+        with self._transaction():
+            by = self.row(execution).replaced_by
+            gone = self._db.execute("DELETE FROM executions WHERE id = ? AND state = ?", (by, State.DISPATCHED))
+            if gone.rowcount != 1:
+                raise LedgerError(f"the replacement {by!r} of execution {execution!r} is not dispatched, or no more")
+            self._db.execute("UPDATE executions SET replaced_by = '', not_replaced = ? WHERE id = ?", (why, execution))
 
     def fate(self, fate: Fate) -> bool:
         """Enter a fate; False when the execution has the same one already (fates are read again after a restart)."""
@@ -195,6 +243,25 @@ class Ledger:
             "CAST(TOTAL(calls) AS INTEGER) AS calls FROM executions GROUP BY state, ending, why"
         )
         return [msgspec.convert(dict(row), Tally) for row in found]
+
+    def refills(self) -> tuple[int, int]:
+        """(executions that were replaced, executions without a result that were not)."""
+        found = self._db.execute(
+            "SELECT COUNT(*) FILTER (WHERE replaced_by != ''), COUNT(*) FILTER (WHERE not_replaced != '') "
+            "FROM executions"
+        ).fetchone()
+        return found[0], found[1]
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or nothing."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
 
     def _step(self, execution: str, state: State, **columns: Any) -> None:
         before = tuple(now for now in State if allowed(now, state))

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from gyre_agent_proxy.runner.errors import RunnerError
 from gyre_sched import protocol as sched
@@ -29,6 +30,13 @@ _PAUSE = 0.5  # seconds before the next
 
 class PeerError(RunnerError):
     """A peer refused a request, or gave no answer for as long as the runner waits."""
+
+
+class Closed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the proxy says of an execution that was closed."""
+
+    calls: int | None = None  # answered; None: it does not say
+    failing: str = ""  # why its last call failed, if it did and not by its own fault
 
 
 class Peers:
@@ -83,6 +91,16 @@ class Peers:
                 raise
             log.warning("%s; going on, since its end is not news", e)
 
+    async def replace(self, execution: str, by: str, burst: int) -> str:
+        """Have the scheduler count `execution` as ended and `by` as dispatched; returns why it declines, if so."""
+        request = sched.Replace(execution=execution, by=by, burst=burst)
+        reply = await self._call("scheduler", self._scheduler, request)
+        if isinstance(reply, sched.Declined):
+            return reply.reason
+        if not isinstance(reply, sched.Ack):
+            raise PeerError(f"the scheduler answered Replace with {reply!r}; is it another version of Gyre?")
+        return ""
+
     async def submit(self, submission: intake.Submit) -> None:
         """Hand a finished execution to the feed."""
         reply = await self._call("feed", self._intake, submission)
@@ -96,10 +114,8 @@ class Peers:
             raise PeerError(f"the feed answered Fates with {reply!r}; is it another version of Gyre?")
         return reply
 
-    async def close_execution(self, execution: str, key: str) -> int | None:
-        """End the execution at the proxy: its open calls are aborted and its call log is complete when this returns.
-
-        Returns the number of its calls, None when the proxy does not say."""
+    async def close_execution(self, execution: str, key: str) -> Closed:
+        """End the execution at the proxy: its open calls are aborted and its call log is complete when this returns."""
         assert self._http is not None, "use as a context manager"  # noqa: S101
         url = f"{self._proxy_url}/gyre/executions/{execution}/close"
         end = time.monotonic() + self._within
@@ -108,9 +124,9 @@ class Peers:
                 async with self._http.post(url, headers={"Authorization": f"Bearer {key}"}) as response:
                     text = await response.text()
                     if response.status == 404:  # it never made a call
-                        return 0
+                        return Closed(calls=0)
                     if response.status < 300:
-                        return _calls(await response.json(content_type=None))
+                        return _closed(text)
                     problem = f"HTTP {response.status}: {text[:200]}"
                     if response.status < 500:
                         raise PeerError(f"the proxy refused to close execution {execution!r}: {problem}")
@@ -146,6 +162,8 @@ def _later(e: BusError) -> bool:
     return isinstance(e, RemoteError) and e.kind == "FeedError" and "again later" in e.message
 
 
-def _calls(body: Any) -> int | None:
-    calls = body.get("calls") if isinstance(body, dict) else None
-    return calls if isinstance(calls, int) else None
+def _closed(text: str) -> Closed:
+    try:
+        return msgspec.json.decode(text, type=Closed)
+    except msgspec.DecodeError:
+        return Closed()

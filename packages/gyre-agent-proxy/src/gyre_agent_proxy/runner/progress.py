@@ -29,6 +29,7 @@ def counters(ledger: Ledger, evaluator_failures: int) -> Counters:
     def stands(state: State) -> int:
         return sum(t.n for t in tally if t.state is state)
 
+    replaced, not_replaced = ledger.refills()
     scores = sum(t.scores for t in tally)
     return {
         "dispatched": reached(State.DISPATCHED),
@@ -44,6 +45,8 @@ def counters(ledger: Ledger, evaluator_failures: int) -> Counters:
         "over_budget": sum(t.n for t in tally if t.why == "budget"),
         "harness_failures": sum(t.n for t in tally if t.why.startswith("exit ") and t.why != "exit 0"),
         "evaluator_failures": evaluator_failures,
+        "replaced": replaced,
+        "not_replaced": not_replaced,
         "calls": sum(t.calls for t in tally),
     }
 

@@ -100,10 +100,12 @@ class Runner:
 
     async def _burst(self, index: int, journey: Journey, peers: Peers) -> None:
         planned = dispatch.burst(index, self._context.batch, self._order)
-        before = {row.state for row in self._ledger.rows(index)}
-        if before.isdisjoint(UNFINISHED) and before:
+        before = {row.id: row for row in self._ledger.rows(index)}
+        if before and not any(row.state in UNFINISHED for row in before.values()):
             return  # an earlier runner of this run finished it
-        if before.isdisjoint(RUNNABLE) and before:
+        # A replacement is counted by the scheduler once it was told, which is sure when what it replaces went further.
+        counted = [r for r in before.values() if not r.replaces or before[r.replaces].state is not State.JUDGED]
+        if before and not any(row.state in RUNNABLE for row in counted):
             capacity = len(planned)  # only scoring and submission are left; the scheduler may have ended the burst
         else:
             capacity = await peers.grant(index, len(planned), self._config.grant_within)
