@@ -29,6 +29,7 @@ from gyre_traj.tree import Tree
 
 CLI = [sys.executable, "-m", "gyre_agent_proxy.cli"]
 INSTRUCTION = 'Write 41 into answer.txt, then correct it to 42, and say "done {}".\n--this line looks like an option'
+SUMMARISE = "CRITICAL: Respond with TEXT ONLY"  # Claude Code's; others offer no tools with such a call
 DONE = "It says 42 now: done {}."
 
 
@@ -47,7 +48,7 @@ class Case(msgspec.Struct):
     roles: dict[str, int] = msgspec.field(default_factory=lambda: {"main": 3})
     roots: int = 1
     outside: set[str] = set()  # whom it calls beside the proxy, for want of a switch
-    primed: int = 0  # assistant turns that the harness itself made up, before the first call
+    primed: int = 0  # assistant turns that the harness itself made up
 
 
 SHELL, EDIT = "I write it.", "I correct it."
@@ -121,30 +122,33 @@ CASES = {
             ),
             Step("", [("finish", {"message": DONE, "summary": "Done", "security_risk": "LOW"})]),
         ],
-        outside={"CONNECT index:443"},
+        outside={"CONNECT the package index"},
     ),
 }
 IN_CI = ("mini-swe-agent", "codex")
 
 
 class Script:
-    """What the engine samples: the next step of the main line, by the number of turns before; else the side answer."""
+    """What the engine samples: the main line's next step for a prompt not seen before; else the side answer."""
 
     def __init__(self, bench: Any, case: Case, workspace: Path) -> None:
         self.vocabulary = bench.renderer.vocabulary
         self._case = case
         self._workspace = str(workspace)
-        self._turn = [1, *self.vocabulary.encode("assistant\n")]  # after <|im_start|>, which only the template writes
+        self._steps = iter(case.steps)
+        self._said_to: dict[tuple[int, ...], str] = {}
 
     def rest(self, input_ids: list[int]) -> list[int]:
         """The whole answer: nothing is cut and continued here."""
-        prompt = self.vocabulary.decode(input_ids)
-        text = self._case.side
-        if "<tools>" in prompt:
-            n = len(self._turn)
-            turns = sum(input_ids[i : i + n] == self._turn for i, token in enumerate(input_ids) if token == 1)
-            text = self._said(self._case.steps[min(turns - self._case.primed, len(self._case.steps)) - 1], prompt)
-        return [*self.vocabulary.encode(text), 2]
+        key = tuple(input_ids)
+        if key not in self._said_to:
+            prompt = self.vocabulary.decode(input_ids)
+            last = prompt.rpartition("<|im_start|>user")[2]
+            main = "<tools>" in prompt and SUMMARISE not in last
+            self._said_to[key] = (
+                self._said(next(self._steps, self._case.steps[-1]), prompt) if main else self._case.side
+            )
+        return [*self.vocabulary.encode(self._said_to[key]), 2]
 
     def _said(self, step: Step, prompt: str) -> str:
         text = step.text
@@ -294,10 +298,9 @@ async def test_a_two_tool_task(bench, tmp_path, fence, name):
 async def test_mini_swe_agent_with_a_real_engine(tiny_engine, tiny_model, tmp_path):
     """A model of random weights says nothing to the point; what it samples is recorded all the same."""
     adapter = require("mini-swe-agent")
-    kwargs = adapter.files["gyre.yaml"] + "    max_tokens: 16\n"
-    (tmp_path / "short.toml").write_bytes(
-        msgspec.toml.encode(msgspec.structs.replace(adapter, files={"gyre.yaml": kwargs}))
-    )
+    short = adapter.files["gyre.yaml"].replace("{output}", "16")
+    adapter = msgspec.structs.replace(adapter, files={"gyre.yaml": short})
+    (tmp_path / "short.toml").write_bytes(msgspec.toml.encode(adapter))
     out = tmp_path / "out"
     code, stdout, stderr = await run(
         *("--harness", str(tmp_path / "short.toml"), "--instruction", "Say hello.", "--out", str(out), "--json"),
@@ -326,3 +329,33 @@ def test_the_version_is_one_that_is_known_to_work(name, tmp_path):
     found = re.search(r"\d+\.\d+\.\d+", done.stdout)
     assert found is not None, done.stdout
     assert found[0] in adapter.versions
+
+
+# Contexts that the first prompt fits into, but not with the first tool's output and what the harness keeps free.
+COMPACTS = {"codex": 40_000, "opencode": 40_000, "qwen-code": 90_000, "claude-code": 100_000}
+
+
+@pytest.mark.harness
+@pytest.mark.parametrize("name", COMPACTS)
+async def test_it_sums_up_when_the_context_it_was_told_of_fills(bench, tmp_path, name):
+    require(name)
+    tool, arguments = CASES[name].steps[0].calls[0]
+    many = {k: "seq 100000 100900" if k in ("command", "cmd") else v for k, v in arguments.items()}
+    case = Case(steps=[Step(SHELL, [(tool, many)]), Step(EDIT, [(tool, arguments)]), Step(DONE)], side="A summary")
+    bench.brain = Script(bench, case, tmp_path)
+    engine = await bench.engine()
+    out = tmp_path / "out"
+    code, stdout, stderr = await run(
+        *("--harness", name, "--instruction", INSTRUCTION, "--engine", engine.url, "--model", str(bench.folder)),
+        *("--name", "policy", "--context", str(COMPACTS[name]), "--budget", "200", "--out", str(out), "--json"),
+    )
+    log = read_log(out / "calls" / "e0.gtraj")
+    sizes = [(call.role, len(log.full_prompt(call.call))) for call in log.calls]
+    assert code == 0, (stderr, sizes)
+    counters = json.loads(stdout)["counters"]
+    assert counters["calls_refused"] == counters["calls_failed"] == 0, sizes
+    roles = [role for role, _ in sizes if role != "side"]
+    at = roles.index("main-summary")
+    assert roles == ["main"] * at + ["main-summary"] + ["main"] * (len(roles) - at - 1), sizes
+    assert at > 0, sizes
+    assert roles[-1] == "main", sizes

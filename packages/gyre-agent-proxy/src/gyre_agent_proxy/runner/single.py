@@ -80,6 +80,8 @@ async def execute(
     tokens = serving.context or context_of(Path(model.path))
     program = harness(config, model.name, "", kept.path / "instructions", context=tokens)
     await _reach(serving.engines)
+    # Codex names no limit, and gives up when an answer ends at one.
+    serving = msgspec.structs.replace(serving, default_max_tokens=program.output)
     secret = load_secret(kept.secret)
     async with proxy(serving, model, calls=kept.calls, secret=secret, metrics=kept.metrics / "proxy.json") as running:
         program = msgspec.structs.replace(program, base_url=running.url)
