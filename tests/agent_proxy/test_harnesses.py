@@ -47,7 +47,7 @@ class Case(msgspec.Struct):
     side: str = "A title"  # the answer to calls without tools
     roles: dict[str, int] = msgspec.field(default_factory=lambda: {"main": 3})
     roots: int = 1
-    outside: set[str] = set()  # whom it calls beside the proxy, for want of a switch
+    outside: str = ""  # whom it calls beside the proxy, for want of a switch: a regular expression
     primed: int = 0  # assistant turns that the harness itself made up
 
 
@@ -122,7 +122,7 @@ CASES = {
             ),
             Step("", [("finish", {"message": DONE, "summary": "Done", "security_risk": "LOW"})]),
         ],
-        outside={"CONNECT the package index"},
+        outside=r"CONNECT pypi\.\w+:443",
     ),
 }
 IN_CI = ("mini-swe-agent", "codex")
@@ -268,7 +268,7 @@ async def test_a_two_tool_task(bench, tmp_path, fence, name):
     assert code == 0, trouble
     assert (workspace / "answer.txt").read_text() == "42\n", trouble
     assert "done {}" in printed, trouble
-    assert set(fence.outside) <= case.outside, "it called somebody else"
+    assert all(re.fullmatch(case.outside, called) for called in fence.outside), "it called somebody else"
 
     report = json.loads(stdout)
     counters = report["counters"]
