@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from gyre_traj import DEFAULT_PRIORITY, RolePriority, Tree, load_priority, select, weigh
+from gyre_traj import DEFAULT_PRIORITY, RolePriority, Span, Tree, load_priority, pack_forests, select, unpack_ids, weigh
 from gyre_traj.errors import BadChoice
 from gyre_traj.roles import harnesses, resolve
 
@@ -72,6 +72,32 @@ def test_arrays_of_a_trajectory(story) -> None:
         np.float32,
         np.int32,
     )
+
+
+def test_versions_follow_the_tokens_through_a_fork_inside_an_output(story) -> None:
+    """Weights changed within the call, and a rewritten history repeats only part of what it sampled."""
+    a = story.call("a", "sys task", "one two three four five")
+    spans = (Span(3, 0, 2), Span(4, 2, 5), Span(5, 3, 4), Span(-1, 4, 5))  # a later span holds; -1: not known
+    story.calls[0] = msgspec.structs.replace(a, versions=spans)
+    story.call("b", "sys task one two three rewritten", "z", version=6)
+    selection = select(story.tree(), None, seed=0)
+    versions = {t.call: t.version.tolist() for t in selection.trajectories}
+    assert versions == {"a": [-1, -1, 3, 3, 4, 5, -1], "b": [-1, -1, 3, 3, 4, -1, 6]}
+    packed = pack_forests(weigh(selection, advantage=1.0).rows, 100)
+    assert sorted(v for p in packed for v in p.arrays().version.tolist()) == [-1, 3, 3, 4, 5, 6]
+
+
+def test_trajectories_are_views_of_the_records(story) -> None:
+    story.call("a", "sys task", "one two")
+    story.call("b", "left", "l", parent="a")
+    story.call("c", "right", "r", parent="a")
+    tree = story.tree()
+    first, second = select(tree, None, seed=1).trajectories
+    assert [segment.target for segment in first.segments] == [False, True, False, True]
+    assert [segment.target for segment in second.segments] == [False, False, False, True]
+    for ours, theirs in zip(first.segments[:2], second.segments[:2], strict=True):
+        assert ours.ids is theirs.ids
+    assert np.shares_memory(first.segments[1].ids, unpack_ids(tree.calls["a"].output))
 
 
 @pytest.mark.parametrize(("given", "divided_by"), [(0.5, 0.5), (1, 1.0), (0.0, 1.0), (None, 1.0), ("hot", 1.0)])

@@ -120,12 +120,12 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True, tag="joined"):
 
 
 class MicroStep(msgspec.Struct, frozen=True, kw_only=True, tag="micro_step"):
-    """A packed micro-step of n tokens, as arrays in little-endian bytes; see `gyre_traj.packing.Packed`."""
+    """A packed micro-step; see `gyre_traj.Packed`."""
 
     micro_step: int
     attempt: int
     lease: float  # seconds
-    packed: bytes  # `gyre_traj.packing.Packed`, msgpack
+    packed: bytes  # `gyre_traj.Packed`, msgpack
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):

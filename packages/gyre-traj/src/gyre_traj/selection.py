@@ -106,8 +106,8 @@ def _versions(node: Node) -> tuple[Span, ...]:
     spans: list[Span] = []
     for span in node.call.versions if node.call else ():
         start, end = max(0, span.start - node.offset), min(len(node.ids), span.end - node.offset)
-        if start < end and span.version >= 0:
+        if start < end:
             before = [Span(s.version, s.start, min(s.end, start)) for s in spans if s.start < start]
             after = [Span(s.version, max(s.start, end), s.end) for s in spans if s.end > end]
             spans = [*before, Span(span.version, start, end), *after]
-    return tuple(spans)
+    return tuple(span for span in spans if span.version >= 0)

@@ -65,7 +65,7 @@ class Batch:
             self.leases.seal()
 
     def packed(self, micro_step: int) -> bytes:
-        """`gyre_traj.packing.Packed` of a micro-step, msgpack."""
+        """`gyre_traj.Packed` of a micro-step, msgpack."""
         return self._packed[micro_step]
 
     def shrink(self) -> None:
