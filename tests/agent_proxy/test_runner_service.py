@@ -212,6 +212,27 @@ async def test_bursts_to_the_end(make_world: Callable[..., Any]) -> None:
     assert (seen["harness_failures"], seen["evaluator_failures"]) == (4, 8)
 
 
+async def test_a_harness_with_a_file_has_a_home_of_its_own_while_it_runs(make_world: Callable[..., Any]) -> None:
+    """Its configuration is there, with the execution's key; nothing of it is left, and none is in the workspace."""
+    world = await make_world(
+        "import os, pathlib\n"
+        "home = pathlib.Path(os.environ['HOME'])\n"
+        "assert home.name == os.environ['GYRE_EXECUTION'] and not os.listdir('.')\n"
+        "key = (home / 'config/key').read_text()\n"
+        "assert key == os.environ['OPENAI_API_KEY'] + ' 4000'\n"
+        "pathlib.Path('answer.txt').write_text('0.5')\n",
+        harness="{folder}/own.toml",
+    )
+    (world.folder / "own.toml").write_text(
+        'command = ["{python}", "{folder}/agent.py"]\n[files]\n"config/key" = "{key} {context}"\n'
+    )
+    with (world.folder / "config.toml").open("a") as config:
+        config.write("[engine]\ncontext_length = 4000\n")
+    await serve(world.context())
+    assert {s.outcome.score for s in world.submitted.values()} == {0.5}
+    assert list((world.folder / "run" / "homes").iterdir()) == []
+
+
 async def test_executions_without_a_result_are_replaced_in_their_group(make_world: Callable[..., Any]) -> None:
     """The evaluator fails for e2 and for what replaces it first; the second one is scored."""
     source = HARNESS.replace('index = os.environ["GYRE_EXECUTION"][-1]', 'name = os.environ["GYRE_EXECUTION"]')

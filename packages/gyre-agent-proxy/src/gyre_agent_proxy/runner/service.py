@@ -54,7 +54,9 @@ class Runner:
         self._proxy_url = f"http://{proxy.host}:{proxy.port}"
         instructions = context.dir.path / "instructions"
         engine = context.data.get("engine", {})
-        tokens = proxy.context or int(engine.get("context_length") or 0) or context_of(Path(model.path))
+        tokens = proxy.context or int(engine.get("context_length") or 0)
+        if not tokens and model.path:
+            tokens = context_of(Path(model.path))
         self._harness = harness(config, model.name, self._proxy_url, instructions, context=tokens)
         self._order = dispatch.order(list(self._tasks), context.run.seed if config.order == "shuffled" else None)
         instructions.mkdir(parents=True, exist_ok=True)
