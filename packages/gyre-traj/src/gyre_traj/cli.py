@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gyre-traj: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        print(f"gyre-traj: this needs {error.name}; install it (pip install {error.name})", file=sys.stderr)
+        package = {"pyarrow": "'gyre-traj[parquet]'", "torch": "'gyre-traj[torch]'"}.get(str(error.name), error.name)
+        print(f"gyre-traj: this needs {error.name}; pip install {package}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has seen enough, as in `gyre-traj inspect LOG | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

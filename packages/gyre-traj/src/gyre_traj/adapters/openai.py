@@ -65,7 +65,7 @@ class ChatTemplate:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise BadLine(f"a tokenizer needs transformers ({error}); pip install transformers") from error
+            raise BadLine(f"a tokenizer needs transformers ({error}); pip install 'gyre-traj[openai]'") from error
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError) as error:
