@@ -257,10 +257,36 @@ async def test_text_is_streamed_as_it_comes_and_pings_fill_a_pause(bench, http):
             engine.release()
             raw += await response.read()
     events = [json.loads(x[6:]) for x in raw.decode().splitlines() if x.startswith("data: ")]
-    deltas = [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"]
-    assert len(deltas) > 1
-    assert "".join(deltas) == "a long answer of several words and then some more"
-    assert [e["type"] for e in events].count("content_block_start") == 1
+    deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    said = [d["text"] for d in deltas if d["type"] == "text_delta"]
+    assert "" in said, "a client that does not see the pings sees that it goes on"
+    assert len(list(filter(None, said))) > 1
+    assert "".join(said) == "a long answer of several words and then some more"
+    assert sum(e.get("content_block", {}).get("type") == "text" for e in events) == 1
+
+
+@pytest.mark.parametrize("said", ["<think>\nhm\n</think>\n\nHello", "Hello", "", LOOK % "ls"])
+async def test_a_long_wait_for_the_first_token_shows_as_thinking(bench, said):
+    engine = await bench.engine()
+    bench.brain.says(said)
+    engine.hold = 0
+    async with bench.proxy(keepalive=0.01) as proxy, client(proxy) as api:
+        body = {"model": "m", "max_tokens": 99, "messages": [USER], "tools": [BASH]}
+        async with api.messages.stream(**body) as stream:
+            async for event in stream:
+                if event.type == "content_block_delta":
+                    assert event.delta.to_dict() == {"type": "thinking_delta", "thinking": ""}
+                    break
+            engine.release()
+            got = await stream.get_final_message()
+        thought, *rest = content(got)
+        assert thought == {"type": "thinking", "thinking": "hm" if "hm" in said else "", "signature": "Z3lyZQ=="}
+        assert [b["type"] for b in rest] == (["tool_use"] if "tool_call" in said else ["text"])
+        assert texts(got) == ([] if "tool_call" in said else [said.rpartition("\n")[2]])
+        turns = [USER, {"role": "assistant", "content": content(got)}, USER]
+        await ask(api, turns, stream=False, tools=[BASH])
+    first, second = only_log(bench).calls
+    assert second.parent == first.call, "and changes nothing in what comes back"
 
 
 async def test_a_failure_after_the_stream_began_is_an_error_event(bench):

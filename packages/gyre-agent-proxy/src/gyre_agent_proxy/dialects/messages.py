@@ -181,52 +181,68 @@ def answer(reply: Reply, request: Request, model: str) -> dict[str, Any]:
 class Stream:
     """A `gyre_agent_proxy.dialects.base.Encoder`."""
 
-    keepalive = event({"type": "ping"}, "ping")
-
     def __init__(self, opening: Opening, request: Request) -> None:
         self._opening = opening
         self._blocks = 0  # begun
-        self._open = False  # the last of them, a text
+        self._open = ""  # text | thinking: what the last of them is, while it goes on
+        self._said = False  # there is a text block
+        self._quiet = 0  # keepalives since something was said
+
+    @property
+    def keepalive(self) -> bytes:
+        """A ping; in a long pause with an empty delta, of a thinking block where nothing was said yet.
+
+        Client libraries keep pings to themselves: Claude Code gives up on a stream that shows it nothing for 300 s.
+        """
+        self._quiet += 1
+        if self._quiet < 2:
+            return _PING
+        found = _PING if self._open else _PING + self._think()
+        return found + self._delta({"type": f"{self._open}_delta", self._open: ""})
 
     def begin(self) -> bytes:
         """`message_start`: how much of the prompt was cached is not known yet."""
         opening = self._opening
         message = _message(opening.call, opening.model, [], _usage(opening.prompt_tokens, 0, 0))
-        return _event("message_start", message=message) + self.keepalive
+        return _event("message_start", message=message) + _PING
 
     def delta(self, text: str) -> bytes:
         """More text."""
-        found = b"" if self._open else self._start({"type": "text", "text": ""})
-        self._open = True
+        self._quiet = 0
+        found = b""
+        if self._open != "text":
+            found = self._end() + self._start({"type": "text", "text": ""})
+            self._open, self._said = "text", True
         return found + self._delta({"type": "text_delta", "text": text})
 
     def finish(self, reply: Reply, rest: str) -> bytes:
         """The end: `rest` is the text not sent yet."""
         found = b""
         if reply.reasoning:
-            found += self._block(
-                {"type": "thinking", "thinking": "", "signature": ""},
-                {"type": "thinking_delta", "thinking": reply.reasoning},
-                {"type": "signature_delta", "signature": _SIGNATURE},
-            )
-        if rest or not (self._blocks or reply.calls):
+            found += b"" if self._open == "thinking" else self._end() + self._think()
+            found += self._delta({"type": "thinking_delta", "thinking": reply.reasoning})
+        if rest or not (self._said or reply.reasoning or reply.calls):
             found += self.delta(rest)
+        found += self._end()
         for call in reply.calls:
-            found += self._block(
-                {"type": "tool_use", "id": call.id, "name": call.name, "input": {}},
-                {"type": "input_json_delta", "partial_json": json.dumps(_input(call.arguments))},
-            )
-        found += self._end_text() + _event("message_delta", delta=_stopped(reply), usage=_used(reply))
-        return found + _event("message_stop")
+            found += self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            found += self._delta({"type": "input_json_delta", "partial_json": json.dumps(_input(call.arguments))})
+            found += self._stop()
+        return found + _event("message_delta", delta=_stopped(reply), usage=_used(reply)) + _event("message_stop")
 
     def failure(self, error: ProxyError) -> bytes:
         """The end of a stream that cannot be finished."""
         return event(error_body(error), "error")
 
-    def _block(self, block: dict[str, Any], *deltas: dict[str, str]) -> bytes:
-        """A whole block."""
-        found = self._end_text() + self._start(block) + b"".join(map(self._delta, deltas))
-        return found + _event("content_block_stop", index=self._blocks - 1)
+    def _think(self) -> bytes:
+        self._open = "thinking"
+        return self._start({"type": "thinking", "thinking": "", "signature": ""})
+
+    def _end(self) -> bytes:
+        """The end of the text or thinking that goes on."""
+        was, self._open = self._open, ""
+        signed = self._delta({"type": "signature_delta", "signature": _SIGNATURE}) if was == "thinking" else b""
+        return signed + self._stop() if was else b""
 
     def _start(self, block: dict[str, Any]) -> bytes:
         self._blocks += 1
@@ -235,15 +251,15 @@ class Stream:
     def _delta(self, delta: dict[str, str]) -> bytes:
         return _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
-    def _end_text(self) -> bytes:
-        was, self._open = self._open, False
-        return _event("content_block_stop", index=self._blocks - 1) if was else b""
+    def _stop(self) -> bytes:
+        return _event("content_block_stop", index=self._blocks - 1)
 
 
 def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind, **fields}, kind)
 
 
+_PING = _event("ping")
 stream = Stream
 
 
