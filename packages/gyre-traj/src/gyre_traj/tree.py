@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from gyre_traj.errors import BrokenCall, LogError, UnknownCall
 from gyre_traj.log import Log
+from gyre_traj.paths import common_prefix
 from gyre_traj.records import Call, unpack_ids, unpack_logprobs
 
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
@@ -282,7 +283,7 @@ class Tree:
             candidates = node.children.get(int(ids[used]), ())
             self._ambiguous |= len(candidates) > 1
             for child in candidates:
-                agree = _agree(child.ids, ids[used:])
+                agree = common_prefix(child.ids, ids[used:])
                 stack.append((child, agree, used + agree))
         return best
 
@@ -383,15 +384,3 @@ def _split(node: Node, at: int) -> Node:
     node.ids = node.ids[at:]
     upper.children[int(node.ids[0])] = [node]
     return upper
-
-
-def _agree(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> int:
-    """Length of the common prefix, in steps that grow while the arrays agree."""
-    n = min(len(a), len(b))
-    start, step = 0, 256
-    while start < n:
-        differs = a[start : min(start + step, n)] != b[start : min(start + step, n)]
-        if differs.any():
-            return start + int(differs.argmax())
-        start, step = start + step, min(step * 4, 1 << 20)
-    return n
