@@ -240,7 +240,7 @@ async def test_a_stream_that_waits_sends_events_that_count(bench, http, talk):
     engine = await bench.engine()
     bench.brain.says("one two three")
     engine.hold = 2
-    async with bench.proxy(keepalive=0.05) as proxy:
+    async with asyncio.timeout(30), bench.proxy(keepalive=0.05) as proxy:
         streaming = asyncio.create_task(talk(http, proxy).events())
         await engine.held.wait()
         async with client(proxy) as api:
@@ -259,7 +259,7 @@ async def test_both_connections_of_one_call_get_the_same_items(bench, http, talk
     engine = await bench.engine()
     bench.brain.says("<think>\nhm\n</think>\n\nI look.\n" + call("bash", command="ls"))
     engine.hold = 2
-    async with bench.proxy() as proxy:
+    async with asyncio.timeout(30), bench.proxy() as proxy:
         one = asyncio.create_task(talk(http, proxy).ask(stream=True, tools=[BASH]))
         await engine.held.wait()
         two = asyncio.create_task(talk(http, proxy).ask(stream=False, tools=[BASH]))
@@ -272,7 +272,7 @@ async def test_both_connections_of_one_call_get_the_same_items(bench, http, talk
 async def test_a_stream_that_cannot_be_finished_says_why(bench, http, talk):
     engine = await bench.engine()
     engine.hold = 2
-    async with bench.proxy(attempts=1) as proxy:
+    async with asyncio.timeout(30), bench.proxy(attempts=1) as proxy:
         streaming = asyncio.create_task(talk(http, proxy).events())
         await engine.held.wait()
         await engine.die()
