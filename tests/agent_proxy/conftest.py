@@ -380,6 +380,12 @@ def talk() -> Any:
     return _part("responses").Talk
 
 
+@pytest.fixture(scope="session")
+def scripted() -> Any:
+    """Real harnesses with a scripted model; see parts/harness.py."""
+    return _part("harness")
+
+
 def _part(name: str) -> Any:
     full = f"gyre_test_agent_proxy_{name}"
     if full not in sys.modules:
