@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from gyre_traj.records import Span
 
+_SHORT = 1 << 14  # tokens
 _NO_IDS = np.zeros(0, dtype="<u4")
 
 
@@ -146,6 +147,8 @@ def _next(segments: Iterator[Segment]) -> NDArray[np.uint32]:
 def common_prefix(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> int:
     """Length of what two arrays share at their start, looked at in steps that grow while they agree."""
     n = min(len(a), len(b))
+    if n <= _SHORT and a[:n].tobytes() == b[:n].tobytes():  # an array operation costs more than these copies
+        return n
     start, step = 0, 256
     while start < n:
         stop = min(start + step, n)
