@@ -336,7 +336,7 @@ async def test_serve_in_a_run(bench, tmp_path, http, tmp_path_factory):
         assert engine.requests[0]["sampling_params"]["max_new_tokens"] < 64
         headers = {"Authorization": f"Bearer {key}"}
         async with http.post(f"{url}/gyre/executions/t0.g0.e0/close", headers=headers) as response:
-            assert await response.json() == {"execution": "t0.g0.e0", "calls": 1}
+            assert await response.json() == {"execution": "t0.g0.e0", "calls": 1, "failing": ""}
     finally:
         assert await child.stop() == 0, child.tail()
     log = read_log(run.log("t0.g0.e0"))

@@ -158,7 +158,13 @@ async def make_world(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
                 path = tmp_path / "tasks" / task / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
-        options = {"harness": ["{python}", "{folder}/agent.py"], "evaluator_attempts": 2, "refills": 0, **runner}
+        options = {
+            "harness": ["{python}", "{folder}/agent.py"],
+            "evaluator_attempts": 2,
+            "refills": 0,
+            "sandbox": "none",
+            **runner,
+        }
         (tmp_path / "config.toml").write_text(
             f'[run]\ndir = "{tmp_path}/run"\nsteps = {steps}\n'
             f"[batch]\ngroups = 1\ngroup_size = {group_size}\nper_burst = 2\n"
@@ -256,6 +262,18 @@ async def test_executions_without_a_result_are_replaced_in_their_group(make_worl
     seen = json.loads((world.folder / "run/metrics/runner.json").read_text())
     assert (seen["dispatched"], seen["trained"], seen["excluded"], seen["placeholders"]) == (10, 4, 4, 2)
     assert (seen["replaced"], seen["not_replaced"]) == (4, 0)
+
+
+async def test_a_run_in_the_sandbox_of_this_machine(make_world: Callable[..., Any]) -> None:
+    """If it has one; every part of an execution goes the same way."""
+    world = await make_world(sandbox="auto")
+    await serve(world.context())
+    assert Counter(row.state for row in world.rows().values()) == {
+        State.TRAINED: 2,
+        State.PLACEHOLDER: 2,
+        State.EXCLUDED: 2,
+    }
+    assert set(world.calls.values()) == {1}
 
 
 @pytest.mark.parametrize(("refills", "declines"), [(1, ""), (2, "no engine is routable")])

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import msgspec
+
+from gyre_transport.run import BusConfig
+
+_SOCKET_PATH = 107  # bytes that the system takes
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -10,6 +17,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free port, told to the parent by `ready(url=…)`
+    socket: str = ""  # a unix socket to listen on, too, in a folder of its own; empty: proxy/http below an ipc bus.dir
     max_body: int = 256 << 20  # bytes of one request
     queue: int = 4096  # calls open at once; more are answered 429
     template: str = "auto"  # auto | chatml | a name the `renderers` package knows
@@ -44,8 +52,21 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("context", "token_budget", "probe_wait"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
+        if len(os.fsencode(self.socket)) > _SOCKET_PATH:
+            raise ValueError(f"socket must be a path of at most {_SOCKET_PATH} bytes, got {self.socket!r}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be between 0 and 65535, got {self.port!r}")
+
+
+def socket_path(config: ProxyConfig, bus: BusConfig | None) -> Path | None:
+    """Where the proxy listens beside its port, so that a sandbox without a network can reach it; None: nowhere."""
+    if config.socket:
+        path = Path(config.socket)
+    elif bus is not None and bus.kind == "ipc" and bus.dir:
+        path = Path(bus.dir, "proxy", "http")
+    else:
+        return None
+    return path if len(os.fsencode(path)) <= _SOCKET_PATH else None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from gyre_agent_proxy.client import EngineClient
-from gyre_agent_proxy.config import ModelConfig, ProxyConfig
+from gyre_agent_proxy.config import ModelConfig, ProxyConfig, socket_path
 from gyre_agent_proxy.dialects.base import Defaults
 from gyre_agent_proxy.engines import Pool
 from gyre_agent_proxy.errors import LinkFailed, ListenError
@@ -102,6 +102,8 @@ async def proxy(
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         url = await _listen(runner, config)
+        if (path := socket_path(config, bus)) is not None:
+            await _listen_at(runner, path)
         counters.start()
         stack.push_async_callback(counters.stop)
         stack.push_async_callback(service.stop)
@@ -168,6 +170,18 @@ async def _listen(runner: web.AppRunner, config: ProxyConfig) -> str:
         ) from e
     host, port = runner.addresses[0][:2]
     return f"http://{host}:{port}"
+
+
+async def _listen_at(runner: web.AppRunner, path: Path) -> None:
+    """Listen on a unix socket that any user may connect to: what they may ask for, their API key says."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        await web.UnixSite(runner, path, backlog=1024).start()
+        path.chmod(0o666)
+    except OSError as e:
+        raise ListenError(
+            f"cannot listen on the unix socket {str(path)!r}: {e.strerror or e}; set proxy.socket to another path"
+        ) from e
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -28,6 +28,10 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     evaluator_memory_mb: int = 4096  # address space of each verifier process
     evaluators: int = 2  # verifiers at a time
     workspace_limit_mb: int = 2048  # what a verifier's copy of a workspace may hold
+    # auto: bubblewrap where it works, else a plain process group and a warning. See sandbox.py for what is seen inside.
+    sandbox: Literal["auto", "bubblewrap", "none"] = "auto"
+    sandbox_network: Literal["proxy", "host"] = "proxy"  # proxy: nothing but the proxy can be reached
+    sandbox_read: tuple[str, ...] = ()  # absolute paths that are shown inside, too
     refills: int = 2  # executions a group may have replaced that ended without a result through no fault of their own
     grant_within: float = 7200.0  # seconds to wait for a burst's grant
     fates_within: float = 3600.0  # seconds to wait, after the last submission, until every execution has its fate

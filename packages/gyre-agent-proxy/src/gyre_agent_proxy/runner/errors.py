@@ -15,5 +15,9 @@ class HarnessError(RunnerError):
     """The harness command cannot do its work at all; running it again would not help."""
 
 
+class SandboxError(RunnerError):
+    """The sandbox that the configuration asks for cannot be had."""
+
+
 class LedgerError(RunnerError):
     """An execution was asked to make a step its state does not allow."""

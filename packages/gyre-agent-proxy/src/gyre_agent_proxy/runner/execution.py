@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,13 +16,16 @@ import msgspec
 from gyre_agent_proxy.runner import harnesses
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import HarnessError
+from gyre_agent_proxy.runner.sandbox import FAILED, Sandbox, View, harness_view
 from gyre_agent_proxy.runner.tasks import Task
+from gyre_transport.errors import ProcessError
 from gyre_transport.process import Child
 
 _CONTEXT = 131_072  # tokens a harness is told of where no context is known
 _OUTPUT = 32_768  # tokens of an answer it is told of, at most a quarter of the context
 _STOP_GRACE = 15.0  # seconds; longer than the guard takes to end a tree
-_NOT_STARTED = 127, "guard: cannot start"  # the guard's exit code and word
+_NOT_STARTED = 127  # the guard's exit code, and the sandbox's; and their words
+_CANNOT = "guard: cannot start", "sandbox: cannot start"
 
 
 class Harness(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +42,8 @@ class Harness(msgspec.Struct, frozen=True, kw_only=True):
     private: bool = False  # its home is a folder of its own, not the workspace
     context: int = 0  # tokens of prompt and answer together
     output: int = 0  # tokens of an answer
+    sandbox: Sandbox = Sandbox()
+    hidden: tuple[Path, ...] = ()  # folders that it does not see in the sandbox
 
     def values(self, task: Task, execution: str, key: str, workspace: Path, home: Path) -> dict[str, str]:
         """What the placeholders stand for."""
@@ -57,6 +62,21 @@ class Harness(msgspec.Struct, frozen=True, kw_only=True):
             "context": str(self.context),
             "output": str(self.output),
         }
+
+    def view(
+        self, argv: Sequence[str], env: Mapping[str, str], values: Mapping[str, str], folders: Sequence[Path]
+    ) -> View:
+        """What it sees in the sandbox; `folders` are its own, the workspace first."""
+        refers = any("{folder}" in text for text in (*self.command, *self.env.values()))
+        return harness_view(
+            argv,
+            env,
+            cwd=folders[0],
+            write=folders,
+            read=(Path(values["instruction_file"]),),
+            folder=Path(self.folder) if refers else None,
+            hidden=self.hidden,
+        )
 
     def environment(self, values: dict[str, str]) -> dict[str, str]:
         """The whole environment of the harness: nothing of the runner's own but PATH."""
@@ -146,11 +166,14 @@ async def start(
     values = harness.values(task, execution, key, workspace, at_home)
     if at_home is not workspace:
         await asyncio.to_thread(_furnish, at_home, harness.files, values)
+    argv, env = [fill(argument, values) for argument in harness.command], harness.environment(values)
+    folders = (workspace,) if at_home is workspace else (workspace, at_home)
+    await asyncio.to_thread(harness.sandbox.give, *folders)
     return await Child.start(
         f"harness of {execution}",
-        [fill(argument, values) for argument in harness.command],
+        harness.sandbox.command(argv, harness.view(argv, env, values, folders)),
         log=log,
-        env=harness.environment(values),
+        env=env,
         cwd=workspace,
         stdin=Path(fill(harness.stdin, values)) if harness.stdin else None,
         ready_within=None,
@@ -171,7 +194,7 @@ def _furnish(home: Path, files: Mapping[str, str], values: Mapping[str, str]) ->
 async def finish(child: Child, budget: float) -> End:
     """Wait for the harness's own end or the end of its budget in seconds; then nothing of its process tree is left.
 
-    Raises `HarnessError` when the command could not be executed at all.
+    Raises `HarnessError` when the command could not be executed at all, `ProcessError` when there could be no sandbox.
     """
     began = time.monotonic()
     code: int | None = None
@@ -182,6 +205,9 @@ async def finish(child: Child, budget: float) -> End:
         pass
     finally:
         await child.stop(_STOP_GRACE)
-    if code == _NOT_STARTED[0] and _NOT_STARTED[1] in (tail := child.tail(2)):
+    tail = child.tail(2) if code in (_NOT_STARTED, FAILED[0]) else ""
+    if code == _NOT_STARTED and any(word in tail for word in _CANNOT):
         raise HarnessError(f"the harness command cannot be executed; correct runner.harness; {tail}")
+    if code == FAILED[0] and tail.splitlines()[-1].startswith(FAILED[1]):
+        raise ProcessError(f"the sandbox could not be made: {tail}")
     return End(why="budget" if code is None else f"exit {code}", code=code, seconds=time.monotonic() - began)

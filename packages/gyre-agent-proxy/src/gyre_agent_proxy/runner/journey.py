@@ -164,10 +164,10 @@ class Journey:
             child = await start(
                 self._harness, task, name, key, self._workspace(name), self._log(name), self._home(name)
             )
+            end = await finish(child, min(self._config.budget, task.agent_timeout or self._config.budget))
         except (ProcessError, OSError) as e:  # the machine's doing, not the harness's: no process or file handle left
             log.error("%s: %s", name, e)
             return f"{_NO_START}{e}"
-        end = await finish(child, min(self._config.budget, task.agent_timeout or self._config.budget))
         return end.why
 
     async def _judge(self, name: str, task: Task, why: str, closed: Closed) -> Outcome:

@@ -25,6 +25,7 @@ import msgspec
 from gyre_agent_proxy.runner import limits
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import RunnerError
+from gyre_agent_proxy.runner.sandbox import Sandbox, View
 from gyre_agent_proxy.runner.tasks import Task
 from gyre_agent_proxy.runner.workspace import copy, produced
 from gyre_traj.intake import Ending, Outcome
@@ -44,7 +45,8 @@ class EvaluatorFailed(RunnerError):
 class Scorer:
     """Scores workspaces, at most `config.evaluators` at a time."""
 
-    def __init__(self, config: RunnerConfig, scratch: Path) -> None:
+    def __init__(self, config: RunnerConfig, scratch: Path, sandbox: Sandbox | None = None) -> None:
+        self.sandbox = sandbox or Sandbox()
         self._config = config
         self._scratch = scratch
         self._slots = asyncio.Semaphore(config.evaluators)
@@ -80,11 +82,13 @@ class Scorer:
         script = str(folder / "tests" / task.verifier)
         program = ("bash", script) if task.verifier == "test.sh" else (sys.executable, "-I", script)
         memory = self._config.evaluator_memory_mb << 20
+        limited = (sys.executable, "-I", "-S", limits.__file__, str(int(timeout) + 1), str(memory), *program)
+        view = View(cwd=folder / "workspace", write=(folder,), read=(Path(limits.__file__),))
         logs = folder / "logs"
         try:
             child = await Child.start(
                 f"verifier of {task.name}",
-                (sys.executable, "-I", "-S", limits.__file__, str(int(timeout) + 1), str(memory), *program),
+                self.sandbox.command(limited, view),
                 log=logs / "verifier.log",
                 env={
                     "PATH": os.environ.get("PATH", os.defpath),
@@ -117,6 +121,7 @@ class Scorer:
         copy(workspace, folder / "workspace", self._config.workspace_limit_mb << 20)
         shutil.copytree(task.tests, folder / "tests")
         (folder / "logs" / "verifier").mkdir(parents=True)
+        self.sandbox.give(folder)
 
 
 def read_reward(folder: Path) -> tuple[float, str]:

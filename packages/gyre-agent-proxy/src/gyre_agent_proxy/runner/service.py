@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gyre_agent_proxy.config import ModelConfig, ProxyConfig
+import msgspec
+
+from gyre_agent_proxy.config import ModelConfig, ProxyConfig, socket_path
 from gyre_agent_proxy.keys import load_secret
 from gyre_agent_proxy.render import context_of
 from gyre_agent_proxy.runner import dispatch, progress
@@ -28,6 +30,7 @@ from gyre_agent_proxy.runner.execution import harness
 from gyre_agent_proxy.runner.journey import Journey
 from gyre_agent_proxy.runner.ledger import RUNNABLE, UNFINISHED, Ledger, State
 from gyre_agent_proxy.runner.peers import Peers
+from gyre_agent_proxy.runner.sandbox import find
 from gyre_agent_proxy.runner.scoring import Scorer
 from gyre_agent_proxy.runner.tasks import load_tasks
 from gyre_traj.intake import Fate
@@ -47,7 +50,7 @@ class Runner:
         """Validate everything that can be known before a burst is opened; raises `RunnerError` or `ConfigError`."""
         self._context = context
         self._config = config = section(context.data, "runner", RunnerConfig)
-        proxy = section(context.data, "proxy", ProxyConfig)
+        self._proxy = proxy = section(context.data, "proxy", ProxyConfig)
         model = section(context.data, "model", ModelConfig)
         tasks = load_tasks(Path(config.folder, config.tasks))
         self._tasks = {task.name: task for task in tasks}
@@ -69,6 +72,7 @@ class Runner:
         """Dispatch all bursts and return when every execution has its fate; the ledger is closed then."""
         metrics = self._context.dir.metrics / "runner.json"
         try:
+            await self._shut_in()
             async with Peers(self._context.bus, self._proxy_url) as peers:
                 secret = load_secret(self._context.dir.secret)
                 journey = Journey(
@@ -96,6 +100,16 @@ class Runner:
             with contextlib.suppress(OSError):
                 progress.write(metrics, self._counters())
             self._ledger.close()
+
+    async def _shut_in(self) -> None:
+        """Find the sandbox that harnesses and verifiers run in. Raises `SandboxError`."""
+        bus, folder = self._context.bus, Path(self._config.folder).resolve()
+        sandbox = await find(self._config, base_url=self._proxy_url, socket=socket_path(self._proxy, bus))
+        hidden = [self._context.dir.path, Path(self._config.folder, self._config.tasks)]
+        if bus.kind == "ipc" and not folder.is_relative_to(Path(bus.dir).resolve()):
+            hidden.append(Path(bus.dir))
+        self._harness = msgspec.structs.replace(self._harness, sandbox=sandbox, hidden=tuple(hidden))
+        self._scorer.sandbox = sandbox
 
     def _counters(self) -> progress.Counters:
         return progress.counters(self._ledger, self._scorer.failures)
