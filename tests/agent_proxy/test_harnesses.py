@@ -142,6 +142,22 @@ async def test_interrupted_nothing_of_it_is_left(bench, scripted, tmp_path, name
     assert not (out / "homes" / "e0").exists()
 
 
+@pytest.mark.harness
+@pytest.mark.parametrize("name", NAMES[1:])  # mini-swe-agent asks again for a minute, whatever the error
+async def test_a_spent_token_budget_ends_it(bench, scripted, tmp_path, name):
+    """It would go on for ever; an answer is cut off, the next call is refused, and it gives up by itself."""
+    scripted.require(name)
+    bench.brain = scripted.Script(bench, scripted.Case(steps=scripted.CASES[name].steps[:1]), tmp_path)
+    await bench.engine()
+    out = tmp_path / "out"
+    code, stdout, stderr = await scripted.run(*scripted.arguments(name, bench, out), "--tokens", "200")
+    assert code in (0, 3), stderr
+    report = json.loads(stdout)
+    assert report["harness"]["why"].startswith("exit ")
+    assert report["counters"]["completion_tokens"] == 200
+    assert read_log(out / "calls" / "e0.gtraj").calls[-1].finish == "length"
+
+
 @pytest.mark.engine
 async def test_mini_swe_agent_with_a_real_engine(tiny_engine, tiny_model, scripted, tmp_path):
     """A model of random weights says nothing to the point; what it samples is recorded all the same."""

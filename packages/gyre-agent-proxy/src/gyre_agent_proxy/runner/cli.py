@@ -45,6 +45,7 @@ def add(commands: Any) -> None:
     run.add_argument("--template", default="auto", help="auto, chatml, or a name of the renderers package")
     run.add_argument("--context", type=int, default=0, help="tokens an engine takes (default: what the model says)")
     run.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="default: %(default)g")
+    run.add_argument("--tokens", type=int, default=0, help="that may be sampled in all (default: no bound)")
     run.add_argument("--out", type=Path, metavar="FOLDER", help="where all of it is kept (default: a new one in runs/)")
     run.add_argument("--json", action="store_true", help="print the result as JSON")
     known = commands.add_parser("harnesses", help="list the harnesses that are built in")
@@ -69,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
             env=_environment(args.env),
             budget=args.budget,
         )
-        serving = ProxyConfig(engines=tuple(args.engine), template=args.template, context=args.context)
+        serving = ProxyConfig(
+            engines=tuple(args.engine), template=args.template, context=args.context, token_budget=args.tokens
+        )
     except ValueError as e:
         raise RunnerError(f"{e}; correct the command line") from e
     label = _label(program if isinstance(program, str) else "".join(program[:1]))
