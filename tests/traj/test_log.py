@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from gyre_traj import Call, Delivered, Header, LogWriter, Record, Span, pack_ids, read_log
+from gyre_traj import Call, Delivered, Header, Log, LogWriter, Record, Span, pack_ids, read_log
 from gyre_traj.errors import BrokenCall, CorruptLog, LogError, NotALog, UnknownCall
 from gyre_traj.log import encode_frame
 
@@ -44,6 +44,29 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert log.full_prompt("b").tolist() == [1, 2, 3, 4]
     assert log.full_ids("b").tolist() == [1, 2, 3, 4, 5, 6]
     assert log.full_ids("b").dtype == np.uint32
+
+
+@pytest.mark.parametrize("byte", range(8))
+@pytest.mark.parametrize("frame", range(4))
+def test_a_length_that_lies_is_damage_and_loses_nothing(path: Path, frame: int, byte: int) -> None:
+    """It reaches beyond the end of the file, as a torn tail does; the whole records behind it tell them apart."""
+    data = bytearray(path.read_bytes())
+    data[8 + sum(len(encode_frame(record)) for record in RECORDS[:frame]) + byte] ^= 0x41
+    path.write_bytes(data)
+    with pytest.raises(CorruptLog, match="others follow"):
+        read_log(path)
+    with pytest.raises(CorruptLog, match="others follow"):
+        LogWriter(path)
+    assert path.read_bytes() == data
+
+
+def test_ids_that_are_not_all_there_are_not_resolved() -> None:
+    rootless = Log(calls=[Call(call="a", execution="e", prefix=5, prompt=pack_ids([1]))])
+    with pytest.raises(BrokenCall, match="prefix 5 and no parent"):
+        rootless.full_prompt("a")
+    part = Log(calls=[Call(call="a", execution="e", prompt=b"abc")])
+    with pytest.raises(BrokenCall, match="4 bytes each"):
+        part.full_prompt("a")
 
 
 def test_a_log_is_private(path: Path) -> None:

@@ -5,13 +5,14 @@
     payload = one `gyre_traj.records.Record`, msgpack
 
 A process killed at any moment leaves whole frames and at most one torn one at the end: readers report it, the next
-writer cuts it. A frame that fails its checksum with more frames behind it is damage and never cut silently.
+writer cuts it. A frame that is broken, in its length too, with whole ones behind it is damage and never cut silently.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -33,6 +34,11 @@ _PREFACE = _MAGIC + struct.pack("<H", FORMAT)
 _FRAME = struct.Struct("<II")
 _FIELDS = {kind.__struct_config__.tag: {"type", *kind.__struct_fields__} for kind in (Header, Call, Delivered)}
 _ENCODER = msgspec.msgpack.Encoder()
+# How a payload begins: a map, of up to 15 fields or more, whose first names the kind.
+_TAGGED = re.compile(
+    rb"(?:[\x80-\x8f]|\xde..)\xa4type(?:" + b"|".join(re.escape(_ENCODER.encode(tag)) for tag in _FIELDS) + b")",
+    re.DOTALL,
+)
 _DECODER = msgspec.msgpack.Decoder(Record)
 
 
@@ -172,10 +178,14 @@ class Log:
             if record.call in seen:
                 raise BrokenCall(f"call {record.call!r} is its own ancestor; the log contradicts itself")
             seen.add(record.call)
+            if len(record.prompt) % 4 or len(record.output) % 4:
+                raise BrokenCall(f"call {record.call!r}: ids are 4 bytes each; a field has a part of one")
             pieces.append(record.prompt)
-            if record.parent is None:
-                break
             prefix, child = record.prefix, record.call
+            if record.parent is None:
+                if prefix:
+                    raise BrokenCall(f"call {child!r} has prefix {prefix} and no parent that has those ids")
+                break
             record = self.call(record.parent)
             length = record.prefix + (len(record.prompt) + len(record.output)) // 4
             if prefix != length:
@@ -241,17 +251,33 @@ def _frames(data: bytes, name: str) -> Iterator[tuple[int, int]]:
     while len(data) - start >= _FRAME.size:
         length, checksum = _FRAME.unpack_from(data, start)
         end = start + _FRAME.size + length
-        if end > len(data):
-            return
-        if zlib.crc32(view[start + _FRAME.size : end], zlib.crc32(view[start : start + 4])) != checksum:
-            if end == len(data) or not any(view[start:]):  # written in part, or blocks the disk never received
+        if end > len(data) or _checksum(view[start:end]) != checksum:
+            torn = end >= len(data) and not _frame_after(data, start)  # written in part
+            if torn or not any(view[start:]):  # or blocks the disk never received
                 return
             raise CorruptLog(
-                f"log {name!r} is damaged at byte {start} of {len(data)}: a frame fails its checksum, others follow; "
+                f"log {name!r} is damaged at byte {start} of {len(data)}: a frame is broken, others follow; "
                 f"restore the file, or cut it there (truncate -s {start}) to keep what is before"
             )
         yield start, end
         start = end
+
+
+def _checksum(frame: memoryview) -> int:
+    """Crc32 of a frame's length and payload."""
+    return zlib.crc32(frame[_FRAME.size :], zlib.crc32(frame[:4]))
+
+
+def _frame_after(data: bytes, start: int) -> bool:
+    """Whether a whole frame lies behind the broken one at `start`: then its length lies, and it is no torn tail."""
+    view = memoryview(data)
+    for found in _TAGGED.finditer(data, start + _FRAME.size + 1):
+        at = found.start() - _FRAME.size
+        length, checksum = _FRAME.unpack_from(data, at)
+        end = at + _FRAME.size + length
+        if at > start and end <= len(data) and _checksum(view[at:end]) == checksum:
+            return True
+    return False
 
 
 def _decode(payload: memoryview, where: str) -> tuple[Record | None, dict[str, Any]]:
