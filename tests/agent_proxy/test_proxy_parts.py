@@ -6,6 +6,7 @@ import json
 import os
 import threading
 
+import msgspec
 import pytest
 
 from gyre_agent_proxy import keys
@@ -15,7 +16,7 @@ from gyre_agent_proxy.dialects.base import Defaults
 from gyre_agent_proxy.engines import Pool, Route
 from gyre_agent_proxy.errors import BadRequest, KeyFileError, RoleTableError, Unauthorized
 from gyre_agent_proxy.roles import Roles
-from gyre_agent_proxy.stream import Events, Reader, StreamError, version_number
+from gyre_agent_proxy.stream import Event, Events, Reader, StreamError, version_number
 
 # --- keys ----------------------------------------------------------------------------------------------------------
 
@@ -336,7 +337,7 @@ def event(ids, total, logprobs="same", finish=None, versions=None):
     meta = {"completion_tokens": total, "finish_reason": finish, "output_token_logprobs": entries}
     if versions is not None:
         meta["weight_versions"] = versions
-    return {"output_ids": ids, "meta_info": meta}
+    return msgspec.convert({"output_ids": ids, "meta_info": meta}, Event)
 
 
 @pytest.mark.parametrize(
@@ -367,8 +368,8 @@ def test_missing_logprobs_are_missing_never_zero(logprobs):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {},
-        {"meta_info": {}},
+        Event(),
+        msgspec.convert({"meta_info": {}}, Event),
         event([1, 2, 3], 2),
         event([1], 3),
         event(None, 1, None),
@@ -397,11 +398,11 @@ def test_version_spans_grow_with_the_label_until_the_engine_sends_its_own():
     reader = Reader()
     for total, label in ((2, "4"), (3, "4"), (5, "5")):
         e = event([0] * total, total)
-        e["meta_info"]["weight_version"] = label
+        e.meta_info.weight_version = label
         piece = reader.read(e)
-    assert piece.versions == [("4", 0, 3), ("5", 3, 5)]
+    assert piece.versions == (("4", 0, 3), ("5", 3, 5))
     spans = [{"version": "4", "start": 0, "end": 4}, {"version": "5", "start": 4, "end": 6}]
-    assert reader.read(event([0] * 6, 6, versions=spans)).versions == [("4", 0, 4), ("5", 4, 6)]
+    assert reader.read(event([0] * 6, 6, versions=spans)).versions == (("4", 0, 4), ("5", 4, 6))
 
 
 @pytest.mark.parametrize(("label", "number"), [("7", 7), ("default", 3), ("v2", 3), ("", 3)])

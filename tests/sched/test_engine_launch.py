@@ -43,6 +43,7 @@ COMMON = {
     "--dtype": "bfloat16",
     "--max-running-requests": "32",
     "--max-total-tokens": "65536",
+    "--incremental-streaming-output": None,
     "--skip-server-warmup": None,
     "--log-level": "info",
     "--log-level-http": "warning",

@@ -53,8 +53,7 @@ class Attempt:
 
     def progress(self) -> None:
         """More was sampled."""
-        grew, self._grew = self._grew, asyncio.Event()
-        grew.set()
+        self._grew.set()
 
     def settle(self, result: Reply | BaseException) -> None:
         """Set the reply."""
@@ -86,6 +85,7 @@ class Attempt:
         """Wait until there are other than `seen` tokens or the reply is there; False after `timeout` seconds."""
         if len(self.ids) != seen or self.reply.done():
             return True
+        self._grew.clear()  # others who wait and were woken look at the ids, not at this
         try:
             async with asyncio.timeout(timeout):
                 await self._grew.wait()

@@ -72,7 +72,7 @@ def _guard(command: Callable[[], int]) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    import asyncio
+    import uvloop
 
     from gyre_transport.process import follow_parent
 
@@ -83,9 +83,9 @@ def _serve(args: argparse.Namespace) -> int:
     if args.config is not None:
         from gyre_transport.run import Context
 
-        asyncio.run(serve.serve(Context(args.config)))
+        uvloop.run(serve.serve(Context(args.config)))
     else:
-        asyncio.run(_alone(args))
+        uvloop.run(_alone(args))
     return 0
 
 

@@ -10,7 +10,9 @@ import msgspec
 
 from gyre_agent_proxy.conversation import Sampling
 from gyre_agent_proxy.errors import EngineRefused
-from gyre_agent_proxy.stream import Events, StreamError
+from gyre_agent_proxy.stream import Event, Events, StreamError
+
+_EVENT = msgspec.json.Decoder(Event)
 
 
 class EngineClient:
@@ -29,7 +31,7 @@ class EngineClient:
 
     async def generate(
         self, url: str, rid: str, input_ids: list[int], sampling: Sampling, limit: int, *, fresh: bool
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncIterator[Event]:
         """Yield the events of `/generate` for at most `limit` new tokens.
 
         fresh: nothing of the call was sampled yet, so what the engine refuses with 400 before its first event is the
@@ -61,11 +63,11 @@ class EngineClient:
                     if payload == b"[DONE]":
                         return
                     try:
-                        event = msgspec.json.decode(payload, type=dict[str, Any])
-                    except msgspec.DecodeError as e:
-                        raise StreamError(f"the engine's event is not a JSON object: {e}") from e
-                    if "error" in event:
-                        if fresh and _code(event["error"]) == 400:
+                        event = _EVENT.decode(payload)
+                    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+                        raise StreamError(f"the engine's event is not one of /generate: {e}") from e
+                    if event.error is not None:
+                        if fresh and _code(event.error) == 400:
                             raise EngineRefused(f"the engine refused the request: {_message(payload.decode())}")
                         raise StreamError(f"the engine reported: {_message(payload.decode())}")
                     yield event

@@ -198,7 +198,7 @@ class Generation:
 
     async def _read(self, state: EngineState, rid: str, base: int) -> str:
         out, reader, default = self.output, Reader(), state.route.version
-        spans = list(out.versions)
+        spans, noted = list(out.versions), ()
         left = self._sampling.max_tokens - base
         events = self._e.client.generate(
             state.route.url, rid, self._prompt + out.ids, self._sampling, left, fresh=base == 0
@@ -212,10 +212,12 @@ class Generation:
                 out.logprobs = None
             elif out.logprobs is not None:
                 out.logprobs += piece.logprobs
-            out.versions = [
-                *spans,
-                *(Span(version_number(v, default), base + a, base + b) for v, a, b in piece.versions if b > a),
-            ]
+            if piece.versions != noted:
+                noted = piece.versions
+                out.versions = [
+                    *spans,
+                    *(Span(version_number(v, default), base + a, base + b) for v, a, b in noted if b > a),
+                ]
             if piece.finish is not None:
                 return self._finished(piece.finish, base)
             if piece.ids:

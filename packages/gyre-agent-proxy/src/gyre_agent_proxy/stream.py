@@ -36,13 +36,32 @@ class Events:
                 yield line[5:].strip()
 
 
+class Meta(msgspec.Struct):
+    """An event's `meta_info`, as far as it is read."""
+
+    completion_tokens: int | None = None
+    finish_reason: dict[str, Any] | None = None
+    output_token_logprobs: list[list[Any]] | None = None  # (log-probability, id, …) a token
+    weight_version: str | int | None = None
+    weight_versions: list[dict[str, Any]] | None = None
+    cached_tokens: int | None = None
+
+
+class Event(msgspec.Struct):
+    """One event of `/generate`."""
+
+    output_ids: list[int] | None = None
+    meta_info: Meta | None = None
+    error: Any = None
+
+
 class Piece(msgspec.Struct):
     """What one event added."""
 
     ids: list[int]
     logprobs: list[float] | None  # None: not (all) there
     finish: dict[str, Any] | None
-    versions: list[tuple[str, int, int]]  # of this request's output so far: (version, start, end)
+    versions: tuple[tuple[str, int, int], ...]  # of this request's output so far: (version, start, end)
     cached: int
 
 
@@ -51,54 +70,51 @@ class Reader:
 
     def __init__(self) -> None:
         self.count = 0  # output tokens so far
-        self._versions: list[tuple[str, int, int]] = []
+        self._versions: tuple[tuple[str, int, int], ...] = ()
 
-    def read(self, event: dict[str, Any]) -> Piece:
+    def read(self, event: Event) -> Piece:
         """Return what `event` adds. Raises `StreamError`."""
-        meta = event.get("meta_info")
-        if not isinstance(meta, dict):
-            raise StreamError(f"expected meta_info in the engine's event, got keys {sorted(event)!r}")
-        finish = meta.get("finish_reason")
-        aborted = isinstance(finish, dict) and finish.get("type") == "abort"
-        total = meta.get("completion_tokens", self.count if aborted else None)
-        ids = event.get("output_ids")
-        if not isinstance(total, int) or total < self.count:
-            raise StreamError(f"expected completion_tokens of at least {self.count}, got {total!r}")
-        fresh = total - self.count
-        if fresh and not isinstance(ids, list):
-            raise StreamError(
-                f"expected output_ids for {fresh} tokens, got {type(ids).__name__}; does a router strip them?"
-            )
-        new = _new(ids or [], self.count, fresh)
+        meta, before = event.meta_info, self.count
+        if meta is None:
+            raise StreamError("expected meta_info in the engine's event, got none")
+        finish = meta.finish_reason
+        total = meta.completion_tokens
+        if total is None and finish is not None and finish.get("type") == "abort":
+            total = before
+        if total is None or total < before:
+            raise StreamError(f"expected completion_tokens of at least {before}, got {total!r}")
+        fresh = total - before
+        if not fresh:
+            return Piece([], [], finish, self._noted(meta, total), meta.cached_tokens or 0)
+        if event.output_ids is None:
+            raise StreamError(f"expected output_ids for {fresh} tokens, got none; does a router strip them?")
+        new = _new(event.output_ids, before, fresh)
         if new is None:
-            raise StreamError(f"{self.count} + {fresh} tokens do not fit {len(ids or [])} output_ids")
-        entries = meta.get("output_token_logprobs")
-        logprobs: list[float] | None = []
-        if fresh:
-            got = _new(entries, self.count, fresh) if isinstance(entries, list) else None
-            logprobs = None
-            if got is not None and all(len(e) >= 2 and isinstance(e[0], float | int) for e in got):
-                if [e[1] for e in got] != new:
-                    raise StreamError("the engine's log-probabilities belong to other tokens than its output_ids")
-                logprobs = [float(e[0]) for e in got]
-        self._note_versions(meta, self.count, total)
+            raise StreamError(f"{before} + {fresh} tokens do not fit {len(event.output_ids)} output_ids")
+        got = _new(meta.output_token_logprobs or [], before, fresh)
+        logprobs: list[float] | None = None
+        if got is not None and all(len(e) >= 2 and isinstance(e[0], float | int) for e in got):
+            if [e[1] for e in got] != new:
+                raise StreamError("the engine's log-probabilities belong to other tokens than its output_ids")
+            logprobs = [float(e[0]) for e in got]
         self.count = total
-        return Piece(
-            ids=new,
-            logprobs=logprobs,
-            finish=finish if isinstance(finish, dict) else None,
-            versions=list(self._versions),
-            cached=int(meta.get("cached_tokens") or 0),
-        )
+        return Piece(new, logprobs, finish, self._noted(meta, total), meta.cached_tokens or 0)
 
-    def _note_versions(self, meta: dict[str, Any], before: int, total: int) -> None:
+    def _noted(self, meta: Meta, total: int) -> tuple[tuple[str, int, int], ...]:
         """Which weights sampled which tokens: the engine's spans (it sends them at the end), until then its label."""
-        if spans := meta.get("weight_versions"):
-            self._versions = [(str(s.get("version")), int(s.get("start", 0)), int(s.get("end", total))) for s in spans]
-        elif total > before and (label := meta.get("weight_version")) is not None:
-            if self._versions and self._versions[-1][0] == str(label):
-                before = self._versions.pop()[1]
-            self._versions.append((str(label), before, total))
+        if meta.weight_versions:
+            self._versions = tuple(
+                (str(s.get("version")), int(s.get("start", 0)), int(s.get("end", total))) for s in meta.weight_versions
+            )
+            return self._versions
+        label, done = meta.weight_version, self._versions[-1][2] if self._versions else 0
+        if label is None or total <= done:
+            return self._versions
+        if self._versions and self._versions[-1][0] == str(label):
+            self._versions = (*self._versions[:-1], (str(label), self._versions[-1][1], total))
+        else:
+            self._versions = (*self._versions, (str(label), done, total))
+        return self._versions
 
 
 def _new(values: list[Any], seen: int, fresh: int) -> list[Any] | None:
