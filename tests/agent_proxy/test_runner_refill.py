@@ -267,7 +267,7 @@ async def life(tmp_path: Path, outside: Outside, at: int | None) -> int:
         RunDir(tmp_path / "run"),
         len(GROUP),
         {"t": task},
-        SimpleNamespace(),  # type: ignore[arg-type]
+        SimpleNamespace(owner="o"),  # type: ignore[arg-type]
         Stepped(ledger, clock, WRITES),  # type: ignore[arg-type]
         Stepped(outside, clock, TELLS, awaited=True),  # type: ignore[arg-type]
         SimpleNamespace(score=score),  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections import Counter
@@ -483,3 +484,57 @@ async def test_a_killed_runner_takes_its_harnesses_along_and_their_work_is_score
         ("lost", Ending.SCORED, 0.25, State.TRAINED)
     }
     assert len(world.submitted) == 6
+
+
+async def test_what_a_dead_runner_left_is_ended_by_the_next_one(
+    make_world: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The guards were killed, too, so daemons of the harnesses go on; and a home was left behind."""
+    world = await make_world()
+    daemon = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        import pathlib, time
+        pathlib.Path("daemon.tmp").write_text(str(os.getpid()))
+        os.rename("daemon.tmp", "daemon")
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+while not os.path.exists("daemon"):
+    pass
+"""
+    child = await started(world, daemon + WAITING, [f"{name}.up" for name in UP])
+    run = world.folder / "run"
+    (run / "homes" / UP[0]).mkdir(parents=True)
+    with pytest.raises(RunnerError, match="another runner is at work"):
+        await serve(world.context())
+    daemons = [int((run / "workspaces" / name / "daemon").read_text()) for name in UP]
+    for pid in (child.pid, *(parent(harness) for harness in pids(world, UP))):
+        os.kill(pid, signal.SIGKILL)
+    await child.stop()
+    assert not any(gone(pid) for pid in daemons)
+
+    (world.folder / "agent.py").write_text(HARNESS)
+    world.dispatched = 0
+    await serve(world.context())
+    while not all(gone(pid) for pid in daemons):  # init has to take note
+        await asyncio.sleep(0.02)
+    assert re.search(rf"that an earlier runner of this run left: \d of {UP[0]}, \d of {UP[1]}", caplog.text)
+    assert not any((run / "homes").iterdir())
+    assert len(world.submitted) == 6
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize(("keep", "endings"), [("all", "012"), ("failed", "12"), ("none", "")])
+async def test_workspaces_that_are_kept(make_world: Callable[..., Any], keep: str, endings: str) -> None:
+    world = await make_world(keep_workspaces=keep)
+    await serve(world.context())
+    left = {path.name for path in (world.folder / "run/workspaces").iterdir()}
+    names = {f"b0-g{g:02d}-e{e}" for g in range(2) for e in endings}
+    assert left == names | {f"{name}.owner" for name in names}
+    assert list((world.folder / "run" / "homes").iterdir()) == list((world.folder / "run" / "scoring").iterdir()) == []

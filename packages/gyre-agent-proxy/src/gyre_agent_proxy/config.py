@@ -58,11 +58,11 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"port must be between 0 and 65535, got {self.port!r}")
 
 
-def socket_path(config: ProxyConfig, bus: BusConfig | None) -> Path | None:
-    """Where the proxy listens beside its port, so that a sandbox without a network can reach it; None: nowhere."""
+def socket_path(config: ProxyConfig, bus: BusConfig) -> Path | None:
+    """Where the proxy of a run listens beside its port, so that a sandbox without network reaches it; None: nowhere."""
     if config.socket:
         path = Path(config.socket)
-    elif bus is not None and bus.kind == "ipc" and bus.dir:
+    elif bus.kind == "ipc" and bus.dir:
         path = Path(bus.dir, "proxy", "http")
     else:
         return None

@@ -102,8 +102,8 @@ async def proxy(
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         url = await _listen(runner, config)
-        if (path := socket_path(config, bus)) is not None:
-            await _listen_at(runner, path)
+        if config.socket:
+            await _listen_at(runner, Path(config.socket))
         counters.start()
         stack.push_async_callback(counters.stop)
         stack.push_async_callback(service.stop)
@@ -124,6 +124,7 @@ async def serve(context: Context) -> None:
     config = section(context.data, "proxy", ProxyConfig)
     model = section(context.data, "model", ModelConfig)
     bus = None if config.engines else context.bus
+    config = msgspec.structs.replace(config, socket=str(socket_path(config, context.bus) or ""))
     if not config.context:
         engine = context.data.get("engine", {})
         config = msgspec.structs.replace(config, context=int(engine.get("context_length") or 0))

@@ -32,6 +32,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sandbox: Literal["auto", "bubblewrap", "none"] = "auto"
     sandbox_network: Literal["proxy", "host"] = "proxy"  # proxy: nothing but the proxy can be reached
     sandbox_read: tuple[str, ...] = ()  # absolute paths that are shown inside, too
+    keep_workspaces: Literal["all", "failed", "none"] = "all"  # once the feed has them; failed: those without a score
     refills: int = 2  # executions a group may have replaced that ended without a result through no fault of their own
     grant_within: float = 7200.0  # seconds to wait for a burst's grant
     fates_within: float = 3600.0  # seconds to wait, after the last submission, until every execution has its fate

@@ -16,6 +16,7 @@ import msgspec
 from gyre_agent_proxy.runner import harnesses
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import HarnessError
+from gyre_agent_proxy.runner.owner import LABEL
 from gyre_agent_proxy.runner.sandbox import FAILED, Sandbox, View, harness_view
 from gyre_agent_proxy.runner.tasks import Task
 from gyre_transport.errors import ProcessError
@@ -43,6 +44,7 @@ class Harness(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 0  # tokens of prompt and answer together
     output: int = 0  # tokens of an answer
     sandbox: Sandbox = Sandbox()
+    owner: str = ""  # of its processes: the run's owner name; empty: they carry none
     hidden: tuple[Path, ...] = ()  # folders that it does not see in the sandbox
 
     def values(self, task: Task, execution: str, key: str, workspace: Path, home: Path) -> dict[str, str]:
@@ -93,6 +95,7 @@ class Harness(msgspec.Struct, frozen=True, kw_only=True):
             "GYRE_EXECUTION": values["execution"],
             "GYRE_INSTRUCTION": values["instruction_file"],
             **{name: fill(value, values) for name, value in self.env.items()},
+            **({LABEL: f"{self.owner}/{values['execution']}"} if self.owner else {}),
         }
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from pathlib import Path
 
 from gyre_agent_proxy.keys import make_key
-from gyre_agent_proxy.runner import refill
+from gyre_agent_proxy.runner import cleanup, refill
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import HarnessError
 from gyre_agent_proxy.runner.execution import Harness, finish, start
 from gyre_agent_proxy.runner.ledger import RUNNABLE, UNFINISHED, Ledger, State
+from gyre_agent_proxy.runner.owner import mark
 from gyre_agent_proxy.runner.peers import Closed, Peers
 from gyre_agent_proxy.runner.scoring import Scorer
 from gyre_agent_proxy.runner.tasks import Task
@@ -101,7 +101,7 @@ class Journey:
                 await self._run(name, self._tasks[row.task])
             elif row.state is State.STARTED:
                 self._ledger.terminated(name, _LOST)
-            await asyncio.to_thread(shutil.rmtree, self._home(name), ignore_errors=True)
+            await cleanup.removal(self._home(name))
             closed = await self._peers.close_execution(name, make_key(self._secret, name))
             ended = self._ledger.row(name)
             if ended.state is State.TERMINATED and ended.why.startswith(_NO_START):
@@ -140,10 +140,15 @@ class Journey:
         return self._dir.workspaces / name
 
     def _home(self, name: str) -> Path:
-        return self._dir.path / "homes" / name
+        return cleanup.homes(self._dir) / name
+
+    def _prepare(self, name: str, task: Task) -> None:
+        for folder in (self._workspace(name), self._home(name)):
+            mark(folder, self._harness.owner, name)
+        prepare(task, self._workspace(name))
 
     async def _run(self, name: str, task: Task) -> None:
-        await asyncio.to_thread(prepare, task, self._workspace(name))
+        await asyncio.to_thread(self._prepare, name, task)
         self._ledger.started(name)
         try:
             await self._peers.started(name)
@@ -196,6 +201,8 @@ class Journey:
             )
         )
         self._ledger.submitted(name)
+        if not cleanup.keeps(self._config.keep_workspaces, row.ending):
+            await cleanup.removal(self._workspace(name))
 
 
 def _end(path: Path, characters: int = 2000) -> str:

@@ -25,6 +25,7 @@ import msgspec
 from gyre_agent_proxy.runner import limits
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import RunnerError
+from gyre_agent_proxy.runner.owner import LABEL, mark, remove
 from gyre_agent_proxy.runner.sandbox import Sandbox, View
 from gyre_agent_proxy.runner.tasks import Task
 from gyre_agent_proxy.runner.workspace import copy, produced
@@ -47,6 +48,7 @@ class Scorer:
 
     def __init__(self, config: RunnerConfig, scratch: Path, sandbox: Sandbox | None = None) -> None:
         self.sandbox = sandbox or Sandbox()
+        self.owner = ""  # of verifiers' processes and folders; empty: they carry none
         self._config = config
         self._scratch = scratch
         self._slots = asyncio.Semaphore(config.evaluators)
@@ -62,20 +64,20 @@ class Scorer:
             folder = self._scratch / f"{execution}-{attempt}"
             try:
                 async with self._slots:
-                    score, detail = await self._attempt(task, workspace, folder)
+                    score, detail = await self._attempt(task, execution, workspace, folder)
             except EvaluatorFailed as e:
                 self.failures += 1
                 failure = f"attempt {attempt} of {self._config.evaluator_attempts}: {e}"
                 log.warning("scoring %s (task %s), %s", execution, task.name, failure)
                 continue
             finally:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+                await asyncio.to_thread(remove, folder)
             return Outcome(ending=Ending.SCORED, score=score, detail=detail)
         return Outcome(ending=Ending.EVALUATOR_FAILED, detail=failure)
 
-    async def _attempt(self, task: Task, workspace: Path, folder: Path) -> tuple[float, str]:
+    async def _attempt(self, task: Task, execution: str, workspace: Path, folder: Path) -> tuple[float, str]:
         try:
-            await asyncio.to_thread(self._lay_out, task, workspace, folder)
+            await asyncio.to_thread(self._lay_out, task, execution, workspace, folder)
         except (OSError, shutil.Error, RunnerError) as e:
             raise EvaluatorFailed(f"the workspace could not be copied: {e}") from e
         timeout = min(self._config.evaluator_timeout, task.verifier_timeout or self._config.evaluator_timeout)
@@ -98,6 +100,7 @@ class Scorer:
                     "TESTS_DIR": str(folder / "tests"),
                     "WORKSPACE": str(folder / "workspace"),
                     "PYTHONDONTWRITEBYTECODE": "1",
+                    **({LABEL: f"{self.owner}/{execution}"} if self.owner else {}),
                 },
                 cwd=folder / "workspace",
                 ready_within=None,
@@ -116,7 +119,9 @@ class Scorer:
             raise EvaluatorFailed(f"the verifier ended with exit code {code}; {child.tail()}")
         return read_reward(logs / "verifier")
 
-    def _lay_out(self, task: Task, workspace: Path, folder: Path) -> None:
+    def _lay_out(self, task: Task, execution: str, workspace: Path, folder: Path) -> None:
+        if self.owner:
+            mark(folder, self.owner, execution)
         shutil.rmtree(folder, ignore_errors=True)
         copy(workspace, folder / "workspace", self._config.workspace_limit_mb << 20)
         shutil.copytree(task.tests, folder / "tests")

@@ -23,12 +23,13 @@ import msgspec
 from gyre_agent_proxy.config import ModelConfig, ProxyConfig, socket_path
 from gyre_agent_proxy.keys import load_secret
 from gyre_agent_proxy.render import context_of
-from gyre_agent_proxy.runner import dispatch, progress
+from gyre_agent_proxy.runner import cleanup, dispatch, progress
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import RunnerError
 from gyre_agent_proxy.runner.execution import harness
 from gyre_agent_proxy.runner.journey import Journey
 from gyre_agent_proxy.runner.ledger import RUNNABLE, UNFINISHED, Ledger, State
+from gyre_agent_proxy.runner.owner import alone, owner_name
 from gyre_agent_proxy.runner.peers import Peers
 from gyre_agent_proxy.runner.sandbox import find
 from gyre_agent_proxy.runner.scoring import Scorer
@@ -65,51 +66,57 @@ class Runner:
         instructions.mkdir(parents=True, exist_ok=True)
         for task in tasks:
             (instructions / f"{task.name}.md").write_text(task.instruction + "\n")
-        self._scorer = Scorer(config, context.dir.path / "scoring")
+        self._scorer = Scorer(config, cleanup.scoring(context.dir))
         self._ledger = Ledger(context.dir.ledger)
 
     async def run(self) -> None:
         """Dispatch all bursts and return when every execution has its fate; the ledger is closed then."""
         metrics = self._context.dir.metrics / "runner.json"
-        try:
-            await self._shut_in()
-            async with Peers(self._context.bus, self._proxy_url) as peers:
-                secret = load_secret(self._context.dir.secret)
-                journey = Journey(
-                    self._config,
-                    self._context.dir,
-                    self._context.batch.group_size,
-                    self._tasks,
-                    self._harness,
-                    self._ledger,
-                    peers,
-                    self._scorer,
-                    secret,
-                )
-                async with asyncio.TaskGroup() as tasks:
-                    beside = (
-                        tasks.create_task(self._fates(peers), name="fates"),
-                        tasks.create_task(progress.report(metrics, self._counters), name="progress"),
-                    )
-                    for index in range(self._context.run.steps // self._context.batch.per_burst):
-                        await self._burst(index, journey, peers)
-                    await self._all_fates()
-                    for task in beside:
-                        task.cancel()
-        finally:
-            with contextlib.suppress(OSError):
-                progress.write(metrics, self._counters())
-            self._ledger.close()
+        with alone(self._context.dir.path):
+            try:
+                await self._all(metrics)
+            finally:
+                with contextlib.suppress(OSError):
+                    progress.write(metrics, self._counters())
+                self._ledger.close()
 
-    async def _shut_in(self) -> None:
+    async def _all(self, metrics: Path) -> None:
+        secret = load_secret(self._context.dir.secret)
+        name = owner_name(secret, self._context.dir.path)
+        await cleanup.clean(self._context.dir, name, self._ledger.rows(), self._config.keep_workspaces)
+        await self._shut_in(name)
+        async with Peers(self._context.bus, self._proxy_url) as peers:
+            journey = Journey(
+                self._config,
+                self._context.dir,
+                self._context.batch.group_size,
+                self._tasks,
+                self._harness,
+                self._ledger,
+                peers,
+                self._scorer,
+                secret,
+            )
+            async with asyncio.TaskGroup() as tasks:
+                beside = (
+                    tasks.create_task(self._fates(peers), name="fates"),
+                    tasks.create_task(progress.report(metrics, self._counters), name="progress"),
+                )
+                for index in range(self._context.run.steps // self._context.batch.per_burst):
+                    await self._burst(index, journey, peers)
+                await self._all_fates()
+                for task in beside:
+                    task.cancel()
+
+    async def _shut_in(self, name: str) -> None:
         """Find the sandbox that harnesses and verifiers run in. Raises `SandboxError`."""
         bus, folder = self._context.bus, Path(self._config.folder).resolve()
         sandbox = await find(self._config, base_url=self._proxy_url, socket=socket_path(self._proxy, bus))
         hidden = [self._context.dir.path, Path(self._config.folder, self._config.tasks)]
         if bus.kind == "ipc" and not folder.is_relative_to(Path(bus.dir).resolve()):
             hidden.append(Path(bus.dir))
-        self._harness = msgspec.structs.replace(self._harness, sandbox=sandbox, hidden=tuple(hidden))
-        self._scorer.sandbox = sandbox
+        self._harness = msgspec.structs.replace(self._harness, sandbox=sandbox, hidden=tuple(hidden), owner=name)
+        self._scorer.sandbox, self._scorer.owner = sandbox, name
 
     def _counters(self) -> progress.Counters:
         return progress.counters(self._ledger, self._scorer.failures)
