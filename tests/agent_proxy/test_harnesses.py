@@ -20,6 +20,8 @@ import msgspec
 import pytest
 
 from gyre_agent_proxy.runner import harnesses
+from gyre_agent_proxy.runner.config import RunnerConfig
+from gyre_agent_proxy.runner.sandbox import find
 from gyre_traj.log import read_log
 from gyre_traj.records import unpack_ids, unpack_logprobs
 from gyre_traj.tree import Tree
@@ -81,6 +83,24 @@ async def test_a_two_tool_task(bench, scripted, tmp_path, fence, name):
     instructed = [p for p in sent.values() if "--this line looks like an option" in bench.renderer.vocabulary.decode(p)]
     assert len(instructed) >= len(main)
     assert not (out / "homes" / "e0").exists()
+
+
+@EACH
+async def test_in_a_sandbox_that_reaches_the_proxy_alone(bench, scripted, tmp_path, name):
+    scripted.require(name)
+    if not (await find(RunnerConfig())).bwrap:
+        pytest.skip("needs bubblewrap and leave to make namespaces")
+    out = tmp_path / "out"
+    bench.brain = scripted.Script(bench, scripted.CASES[name], out / "workspaces" / "e0")
+    await bench.engine()
+    code, stdout, stderr = await scripted.run(*scripted.arguments(name, bench, out, sandbox="bubblewrap"))
+    printed = (out / "logs" / "harness.log").read_text(errors="replace")
+    assert code == 0, f"{stderr}\n{printed[-3000:]}"
+    assert (out / "workspaces" / "e0" / "answer.txt").read_text() == "42\n"
+    assert "done {}" in printed
+    counters = json.loads(stdout)["counters"]
+    assert counters["calls"] == sum(scripted.CASES[name].roles.values())
+    assert counters["calls_failed"] == counters["duplicates"] == counters["undelivered"] == 0
 
 
 @EACH

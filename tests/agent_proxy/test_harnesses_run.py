@@ -41,7 +41,14 @@ pathlib.Path(os.environ["LOGS_DIR"], "verifier", "reward.json").write_text(json.
 
 async def run(*arguments: str, cwd: Path) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
-        *CLI, "run", *arguments, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *CLI,
+        "run",
+        "--sandbox",
+        "none",
+        *arguments,
+        cwd=cwd,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     out, err = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode is not None
@@ -202,7 +209,7 @@ async def test_interrupted_it_ends_its_harness(bench, tmp_path):
     source = "import os, time; open('pid', 'w').write(str(os.getpid())); os.rename('pid', 'own'); time.sleep(600)"
     process = await asyncio.create_subprocess_exec(
         *CLI, "run", "--command", command(tmp_path, source), "--engine", engine.url, "--model", str(bench.folder),
-        "--instruction", "Go", "--out", "out", cwd=tmp_path, stderr=asyncio.subprocess.PIPE,
+        "--instruction", "Go", "--out", "out", "--sandbox", "none", cwd=tmp_path, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     own = tmp_path / "out" / "workspaces" / "e0" / "own"
     async with asyncio.timeout(60):

@@ -218,9 +218,21 @@ class Fence:
         writer.close()
 
 
-def arguments(name: str, bench: Any, out: Path, context: int = 1_000_000) -> list[str]:
+def arguments(name: str, bench: Any, out: Path, context: int = 1_000_000, sandbox: str = "none") -> list[str]:
     """Of `gyre-agent-proxy run` for the harness `name` and all engines of the bench."""
-    found = ["--harness", name, "--instruction", INSTRUCTION, "--out", str(out), "--json", "--budget", "200"]
+    found = [
+        "--sandbox",
+        sandbox,
+        "--harness",
+        name,
+        "--instruction",
+        INSTRUCTION,
+        "--out",
+        str(out),
+        "--json",
+        "--budget",
+        "200",
+    ]
     found += ["--model", str(bench.folder), "--name", "policy", "--context", str(context)]
     return found + [part for engine in bench.engines for part in ("--engine", engine.url)]
 

@@ -46,6 +46,8 @@ def add(commands: Any) -> None:
     run.add_argument("--context", type=int, default=0, help="tokens an engine takes (default: what the model says)")
     run.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="default: %(default)g")
     run.add_argument("--tokens", type=int, default=0, help="that may be sampled in all (default: no bound)")
+    run.add_argument("--sandbox", choices=("auto", "bubblewrap", "none"), default="auto", help="default: %(default)s")
+    run.add_argument("--network", choices=("proxy", "host"), default="proxy", help="what is reached from the sandbox")
     run.add_argument("--out", type=Path, metavar="FOLDER", help="where all of it is kept (default: a new one in runs/)")
     run.add_argument("--json", action="store_true", help="print the result as JSON")
     known = commands.add_parser("harnesses", help="list the harnesses that are built in")
@@ -69,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
             folder=str(Path.cwd()),
             env=_environment(args.env),
             budget=args.budget,
+            sandbox=args.sandbox,
+            sandbox_network=args.network,
         )
         serving = ProxyConfig(
             engines=tuple(args.engine), template=args.template, context=args.context, token_budget=args.tokens

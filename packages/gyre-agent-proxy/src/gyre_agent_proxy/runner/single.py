@@ -9,7 +9,9 @@ All that remains of it is in one folder: workspaces/, calls/, logs/, and the tas
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from gyre_agent_proxy.render import context_of
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import RunnerError
 from gyre_agent_proxy.runner.execution import End, finish, harness, start
+from gyre_agent_proxy.runner.sandbox import find
 from gyre_agent_proxy.runner.scoring import Scorer
 from gyre_agent_proxy.runner.tasks import Task, load_task
 from gyre_agent_proxy.runner.workspace import prepare
@@ -80,11 +83,19 @@ async def execute(
     tokens = serving.context or context_of(Path(model.path))
     program = harness(config, model.name, "", kept.path / "instructions", context=tokens)
     await _reach(serving.engines)
-    # Codex names no limit, and gives up when an answer ends at one.
-    serving = msgspec.structs.replace(serving, default_max_tokens=program.output)
     secret = load_secret(kept.secret)
-    async with proxy(serving, model, calls=kept.calls, secret=secret, metrics=kept.metrics / "proxy.json") as running:
-        program = msgspec.structs.replace(program, base_url=running.url)
+    async with contextlib.AsyncExitStack() as stack:
+        # A sandbox reaches the proxy by a unix socket, whose path must be short.
+        socket = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gyre-")), "proxy", "http")
+        # Codex names no limit, and gives up when an answer ends at one.
+        serving = msgspec.structs.replace(serving, default_max_tokens=program.output, socket=str(socket))
+        counts = kept.metrics / "proxy.json"
+        running = await stack.enter_async_context(
+            proxy(serving, model, calls=kept.calls, secret=secret, metrics=counts)
+        )
+        sandbox = await find(config, base_url=running.url, socket=socket)
+        hidden = (kept.path, task.folder.resolve())
+        program = msgspec.structs.replace(program, base_url=running.url, sandbox=sandbox, hidden=hidden)
         say(f"proxy at {running.url}/v1, engines {', '.join(serving.engines)}")
         workspace, output = kept.workspaces / EXECUTION, kept.logs / "harness.log"
         home = kept.path / "homes" / EXECUTION
@@ -106,7 +117,7 @@ async def execute(
     outcome = None
     if task.verifier:
         say("scoring")
-        outcome = await Scorer(config, kept.path / "scoring").score(task, EXECUTION, workspace)
+        outcome = await Scorer(config, kept.path / "scoring", sandbox).score(task, EXECUTION, workspace)
     return Finished(
         task=task.name,
         end=end,
