@@ -24,7 +24,7 @@ from gyre_train.config import TrainConfig
 from gyre_train.feed.config import FeedConfig
 from gyre_transport.config import load, only, section
 from gyre_transport.errors import ConfigError
-from gyre_transport.run import BatchConfig, BusConfig, RunConfig
+from gyre_transport.run import BatchConfig, BusConfig, RunConfig, TransportConfig
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +39,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "run": RunConfig,
     "batch": BatchConfig,
     "bus": BusConfig,
+    "transport": TransportConfig,
     "model": ModelConfig,
     "sched": SchedConfig,
     "engine": EngineConfig,

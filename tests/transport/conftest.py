@@ -130,6 +130,8 @@ def _no_leak(_warm: None, eventually: Callable[..., None]) -> Iterator[None]:
 
     def clean() -> bool:
         gc.collect()
+        if (tcp := sys.modules.get("gyre_transport.backends.tcp")) is not None:
+            tcp.disconnect()
         return _files() <= before  # ZeroMQ closes sockets on a thread of its own
 
     eventually(clean, within=15.0)

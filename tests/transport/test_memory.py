@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from gyre_transport import memory
+from gyre_transport import reads, transfer
+from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.errors import DataError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
 from gyre_transport.memory import Address, Descriptor, Shared, allocate, read, read_chunks, register
 
@@ -136,24 +137,25 @@ def test_an_owner_that_is_dead_but_not_reaped_is_stale(doomed, kind, eventually,
 @pytest.mark.parametrize("end", ["close", "kill"])
 def test_a_region_that_goes_during_the_read_is_stale(doomed, kind, end, monkeypatch):
     answer = doomed.ask(kind, nbytes=1 << 20, seed=1)
-    monkeypatch.setattr(memory, "_CHUNK", 1 << 18)
+    monkeypatch.setattr(reads, "_CHUNK", 1 << 18)
     pieces = []
-    plain = memory._Reader.copy
+    plain = ShmChannel.complete
 
-    def copy(self, offset, into, address):
-        plain(self, offset, into, address)
-        pieces.append(offset)
+    def complete(self):
+        plain(self)
+        pieces.append(1)
         if len(pieces) == 2:
             doomed.ask("close", region=answer["region"]) if end == "close" else doomed.kill()
 
-    monkeypatch.setattr(memory._Reader, "copy", copy)
+    monkeypatch.setattr(ShmChannel, "complete", complete)
     with pytest.raises(StaleDescriptor):
-        read(decoded(answer), bytearray(1 << 20), deadline=10)
+        read(decoded(answer), bytearray(1 << 20), deadline=10, via="shm")
     assert len(pieces) == 2
 
 
 def test_a_descriptor_whose_parts_were_forged_is_refused(owner):
     descriptor = decoded(owner.ask("allocate", nbytes=100, seed=1))
+    here = msgspec.structs.replace(descriptor, endpoint=None)
     other = decoded(owner.ask("allocate", nbytes=100, seed=2))
     replace = msgspec.structs.replace
     for forged in (
@@ -172,20 +174,23 @@ def test_a_descriptor_whose_parts_were_forged_is_refused(owner):
         with pytest.raises(StaleDescriptor):
             read(forged, bytearray(forged.nbytes), deadline=10)
     with pytest.raises(Unreachable, match="another machine"):
-        read(replace(descriptor, owner=replace(descriptor.owner, host="elsewhere")), bytearray(100), deadline=10)
+        read(replace(here, owner=replace(descriptor.owner, host="elsewhere")), bytearray(100), deadline=10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kernel_that_refuses_is_an_error_that_names_the_remedy(doomed, script, kind):
+def test_a_kernel_that_refuses_leaves_tcp_or_an_error_that_names_the_remedy(doomed, script, kind):
     answer = doomed.ask(kind, nbytes=100, seed=1)
     reader = script("owner.py")
     if os.geteuid() == 0:
         reader.ask("drop_privileges")
     else:
         doomed.ask("undumpable")
-    error, message = reader.ask("read", descriptor=answer["descriptor"])
+    assert reader.ask("read", descriptor=answer["descriptor"]) is None  # over tcp instead
+    only_here = msgspec.structs.replace(decoded(answer), endpoint=None)
+    error, message = reader.ask("read", descriptor=msgspec.msgpack.encode(only_here).hex())
     assert error == "Unreachable"
     assert "CAP_SYS_PTRACE" in message
+    assert "tcp: " in message
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,9 +204,15 @@ def test_no_time_left_is_an_error(owner, kind):
 
 def test_a_deadline_that_passes_during_the_read(owner, monkeypatch):
     descriptor = decoded(owner.ask("allocate", nbytes=1 << 20, seed=1))
-    monkeypatch.setattr(memory, "_CHUNK", 1 << 18)
-    now = iter([0.0, 0.0, 4.0, 11.0])
-    monkeypatch.setattr(memory.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(reads, "_CHUNK", 1 << 18)
+    now, plain = [0.0], ShmChannel.complete
+
+    def complete(self):
+        plain(self)
+        now[0] += 5.5
+
+    monkeypatch.setattr(ShmChannel, "complete", complete)
+    monkeypatch.setattr(transfer.time, "monotonic", lambda: now[0])
     with pytest.raises(DeadlineExceeded, match=f"{1 << 19:,} of {1 << 20:,} bytes"):
         read(descriptor, bytearray(1 << 20), deadline=10)
 

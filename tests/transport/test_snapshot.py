@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from gyre_transport import memory
+from gyre_transport import reads
+from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.errors import (
     ChecksumMismatch,
     DataError,
@@ -50,16 +51,16 @@ def values(snapshot) -> set[float]:
 
 def hook_read(monkeypatch, act, *, after: int, chunk: int = 1 << 12) -> None:
     """Call `act` once, when `after` pieces of the first read have been copied."""
-    monkeypatch.setattr(memory, "_CHUNK", chunk)
-    plain, seen = memory._Reader.copy, []
+    monkeypatch.setattr(reads, "_CHUNK", chunk)
+    plain, seen = ShmChannel.complete, []
 
-    def copy(self, offset, into, address):
-        plain(self, offset, into, address)
-        seen.append(offset)
+    def complete(self):
+        plain(self)
+        seen.append(1)
         if len(seen) == after:
             act()
 
-    monkeypatch.setattr(memory._Reader, "copy", copy)
+    monkeypatch.setattr(ShmChannel, "complete", complete)
 
 
 def test_a_snapshot_of_another_process(core):

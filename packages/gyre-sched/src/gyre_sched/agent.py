@@ -32,6 +32,7 @@ from gyre_sched.engine.config import EngineConfig
 from gyre_sched.engine.host import EngineHost
 from gyre_sched.errors import EngineError, SchedError, TrainerError
 from gyre_sched.trainer import TrainerHost
+from gyre_transport import endpoint
 from gyre_transport.bus import Client, Server
 from gyre_transport.config import section
 from gyre_transport.errors import BusError, DeadlineExceeded, RemoteError
@@ -290,6 +291,7 @@ def trainer_environment(config: EngineConfig) -> dict[str, str]:
 
 async def serve(context: Context, cell: int) -> None:
     """Run the agent of `cell` until StopCell or SIGTERM. Raises `SchedError`, everything stopped."""
+    endpoint.configure(context.transport)
     config = section(context.data, "engine", EngineConfig)
     if launch.uses_cuda(config):  # both processes of the cell inherit it
         os.environ["CUDA_VISIBLE_DEVICES"] = launch.devices(cell, config)

@@ -15,6 +15,7 @@ from gyre_train.config import ModelConfig, TrainConfig
 from gyre_train.errors import TrainError
 from gyre_train.feed.config import FeedConfig
 from gyre_traj.errors import TrajError
+from gyre_transport import endpoint
 from gyre_transport.config import section
 from gyre_transport.errors import ConfigError, TransportError
 from gyre_transport.process import follow_parent, ready
@@ -44,6 +45,7 @@ def _terminated(*_: object) -> NoReturn:
 
 
 def _run(context: Context, cell: int) -> None:
+    endpoint.configure(context.transport)
     train = section(context.data, "train", TrainConfig)
     model = section(context.data, "model", ModelConfig)
 

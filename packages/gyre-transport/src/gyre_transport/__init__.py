@@ -9,40 +9,50 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gyre_transport.bus import BlockingClient, Client, Publisher, Server, Subscriber
+    from gyre_transport.descriptor import Content, Descriptor
     from gyre_transport.errors import TransportError
-    from gyre_transport.memory import Descriptor, Region, allocate, read, read_chunks, register
+    from gyre_transport.memory import Region, allocate, register
     from gyre_transport.process import Child, follow_parent, ready
+    from gyre_transport.reads import Part, read, read_chunks, read_many
     from gyre_transport.snapshot import Manifest, Snapshot, SnapshotSource, pull
+    from gyre_transport.transfer import Transfer
 
 __version__ = "0.1.0"
 __all__ = [
     "BlockingClient",
     "Child",
     "Client",
+    "Content",
     "Descriptor",
     "Manifest",
+    "Part",
     "Publisher",
     "Region",
     "Server",
     "Snapshot",
     "SnapshotSource",
     "Subscriber",
+    "Transfer",
     "TransportError",
     "allocate",
     "follow_parent",
     "pull",
     "read",
     "read_chunks",
+    "read_many",
     "ready",
     "register",
 ]
 
 _HOMES = {
     "bus": ("BlockingClient", "Client", "Publisher", "Server", "Subscriber"),
+    "descriptor": ("Content", "Descriptor"),
     "errors": ("TransportError",),
-    "memory": ("Descriptor", "Region", "allocate", "read", "read_chunks", "register"),
+    "memory": ("Region", "allocate", "register"),
     "process": ("Child", "follow_parent", "ready"),
+    "reads": ("Part", "read", "read_chunks", "read_many"),
     "snapshot": ("Manifest", "Snapshot", "SnapshotSource", "pull"),
+    "transfer": ("Transfer",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -5,6 +5,8 @@ python -m gyre_transport.doctor allocate|register      the second process: print
 
 from __future__ import annotations
 
+import ctypes.util
+import importlib.util
 import os
 import selectors
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from gyre_transport.endpoint import Backend
 from gyre_transport.errors import DataError, TransportError
 from gyre_transport.memory import Descriptor, allocate, read, register
 
@@ -22,9 +25,9 @@ _WAIT = 20.0  # seconds
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One backend on this machine."""
+    """One way on this machine."""
 
-    backend: str  # shm | process | tcp | verbs
+    backend: str  # shm | process (shm's way to memory that was there already) | tcp | verbs
     works: bool
     needed: bool  # nothing of Gyre runs without it
     use: str
@@ -32,41 +35,59 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine() -> list[Finding]:
-    """Try every backend."""
-    shm = _try("allocate")
-    process = _try("register")
-    devices = _verbs_devices()
-    found = f"devices here: {', '.join(devices)}" if devices else "no RDMA device here"
+    """Try every way."""
+    shm = _try("allocate", "shm")
+    process = _try("register", "shm")
+    tcp = _try("register", "tcp")
     return [
         Finding(
             backend="shm",
             works=shm is None,
-            needed=True,
-            use="memory made by allocate(), snapshots",
+            needed=tcp is not None,
+            use="one machine: memory made by allocate(), snapshots",
             detail=shm or "read 1 MiB of another process through its memfd",
         ),
         Finding(
             backend="process",
             works=process is None,
-            needed=True,
-            use="memory given to register(), gradient buffers",
+            needed=tcp is not None,
+            use="one machine: memory given to register(), gradients",
             detail=process or "read 1 MiB of another process with process_vm_readv",
         ),
-        Finding(backend="tcp", works=False, needed=False, use="other machines", detail="not in this version"),
         Finding(
-            backend="verbs", works=False, needed=False, use="other machines", detail=f"not in this version; {found}"
+            backend="tcp",
+            works=tcp is None,
+            needed=shm is not None or process is not None,
+            use="where the above do not work, and other machines",
+            detail=tcp
+            or "read 1 MiB of another process over loopback; other machines reach this one once transport.listen names "
+            "one of its addresses",
+        ),
+        Finding(
+            backend="verbs",
+            works=False,
+            needed=False,
+            use="other machines, by RDMA",
+            detail=f"not in this version; {'; '.join(_verbs())}",
         ),
     ]
 
 
-def _verbs_devices() -> list[str]:
+def _verbs() -> list[str]:
+    """What is here of what RDMA needs, and what is missing."""
     try:
-        return sorted(os.listdir("/sys/class/infiniband"))
+        devices = sorted(os.listdir("/sys/class/infiniband"))
     except OSError:
-        return []
+        devices = []
+    library = ctypes.util.find_library("ibverbs")
+    return [
+        f"devices: {', '.join(devices)}" if devices else "no RDMA device (/sys/class/infiniband is empty)",
+        f"rdma-core: {library}" if library else "no rdma-core (libibverbs.so)",
+        "pyverbs is installed" if importlib.util.find_spec("pyverbs") else "no pyverbs",
+    ]
 
 
-def _try(how: str) -> str | None:
+def _try(how: str, via: Backend) -> str | None:
     """Read a second process's memory; None when the bytes came, else why not."""
     argv = [sys.executable, "-m", "gyre_transport.doctor", how]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
@@ -76,7 +97,7 @@ def _try(how: str) -> str | None:
             if not line:
                 return f"the second process did not answer; run `{' '.join(argv)}` and read what it says"
             into = np.zeros(_BYTES, np.uint8)
-            read(msgspec.msgpack.decode(bytes.fromhex(line), type=Descriptor), into, deadline=_WAIT)
+            read(msgspec.msgpack.decode(bytes.fromhex(line), type=Descriptor), into, deadline=_WAIT, via=via)
             return None if np.array_equal(into, _pattern()) else "other bytes came than were there: report this"
         except (DataError, ValueError) as e:
             return str(e)

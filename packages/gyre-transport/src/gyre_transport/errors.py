@@ -46,7 +46,7 @@ class ProcessError(TransportError):
 
 
 class Unreachable(DataError):
-    """Registered memory cannot be read from here: another machine, another user, or the kernel refuses."""
+    """Registered memory cannot be read from here: no way leads to its machine, or the kernel refuses."""
 
 
 class StaleDescriptor(DataError):
@@ -55,6 +55,14 @@ class StaleDescriptor(DataError):
 
 class StaleVersion(DataError):
     """A snapshot's version has moved on; ask for the current manifest."""
+
+
+class Cancelled(DataError):
+    """A read was cancelled; its destination holds no meaning."""
+
+
+class OtherContent(DataError):
+    """A descriptor is of another model, version or rank layout than the reader expects."""
 
 
 class ShapeMismatch(DataError):

@@ -1,6 +1,6 @@
 """What every process of a run must agree on: its config file, its directory, its addresses, its batches.
 
-Sections of the resolved config: [run], [batch] and [bus] (here); each package owns its own others.
+Sections of the resolved config: [run], [batch], [bus] and [transport] (here); each package owns its own others.
 """
 
 from __future__ import annotations
@@ -62,6 +62,24 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError(f"bus.ports names no port for {service!r}, only {sorted(self.ports)}; add it") from None
 
 
+class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[transport]: how registered memory of one process is read by others."""
+
+    backends: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")  # that may be used here, the first that works is
+    listen: str = "127.0.0.1"  # address that reads over tcp are served at; "": none
+    port: int = 0  # 0: any; several processes of a machine cannot share another
+    advertise: str = ""  # address others reach `listen` at; "": `listen`, or this host's when that is all addresses
+    max_connections: int = 256
+    streams: int = 2  # connections a large read uses
+
+    def __post_init__(self) -> None:
+        if not self.backends or not 0 <= self.port < 1 << 16 or self.max_connections < 1 or not 1 <= self.streams <= 16:
+            raise ValueError(
+                "backends names at least one of shm, tcp; port is 0 to 65535; max_connections is at least 1; "
+                "streams is 1 to 16"
+            )
+
+
 class RunDir:
     """Paths in a run directory."""
 
@@ -92,5 +110,6 @@ class Context:
         self.run = section(self.data, "run", RunConfig)
         self.batch = section(self.data, "batch", BatchConfig)
         self.bus = section(self.data, "bus", BusConfig)
+        self.transport = section(self.data, "transport", TransportConfig)
         self.dir = RunDir(self.run.dir)
         self.config_path = config

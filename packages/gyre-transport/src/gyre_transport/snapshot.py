@@ -25,6 +25,7 @@ import numpy as np
 
 from gyre_transport import safetensors
 from gyre_transport.buffers import Buffer, nbytes, view
+from gyre_transport.endpoint import Backend
 from gyre_transport.errors import (
     ChecksumMismatch,
     DataError,
@@ -33,7 +34,7 @@ from gyre_transport.errors import (
     StaleDescriptor,
     StaleVersion,
 )
-from gyre_transport.memory import Descriptor, Region, allocate, read
+from gyre_transport.memory import Content, Descriptor, Region, allocate, read
 
 _ALIGN = 64  # bytes: a tensor of any dtype is aligned in a pulled buffer
 _THREADS = min(4, os.cpu_count() or 1)  # copies and checksums release the interpreter's lock
@@ -121,7 +122,7 @@ class SnapshotSource:
             model=self.model,
             version=version,
             entries=entries,
-            descriptor=region.renew(),
+            descriptor=region.renew(Content(model=self.model, version=version)),
             head=self._head.descriptor,
             nbytes=total,
         )
@@ -175,15 +176,21 @@ class Snapshot(Mapping[str, tuple[str, tuple[int, ...], memoryview]]):
         safetensors.write(path, self, fsync=fsync, metadata={"format": "pt", **(metadata or {})})
 
 
-def pull(manifest: Manifest, *, deadline: float, verify: bool = True, into: Any = None) -> Snapshot:
+def pull(
+    manifest: Manifest, *, deadline: float, verify: bool = True, into: Any = None, via: Backend | None = None
+) -> Snapshot:
     """Read a snapshot into local memory.
 
     deadline: seconds from now, checksums included. verify: compare every checksum.
     into: writable contiguous buffer of at least `manifest.nbytes` to use again; default: a new one.
+    via: that backend or none.
     Raises `StaleVersion`, `StaleDescriptor`, `ChecksumMismatch`, `ShapeMismatch`, `Unreachable`, `DeadlineExceeded`;
     `into` then holds no meaning.
     """
     end = time.monotonic() + deadline
+    content = Content(model=manifest.model, version=manifest.version)
+    if manifest.descriptor.content != content:
+        raise ShapeMismatch(f"the manifest of {content} describes memory of {manifest.descriptor.content}")
     for e in manifest.entries:
         if e.nbytes != nbytes(e.dtype, e.shape) or e.offset < 0 or e.offset + e.nbytes > manifest.nbytes:
             raise ShapeMismatch(f"the manifest of {manifest.model!r} contradicts itself at {e.name!r}: {e!r}")
@@ -200,9 +207,9 @@ def pull(manifest: Manifest, *, deadline: float, verify: bool = True, into: Any 
         )
     buffer = local.bytes[: manifest.nbytes]
     try:
-        read(manifest.descriptor, buffer, offset=0, deadline=end - time.monotonic())
+        read(manifest.descriptor, buffer, offset=0, deadline=end - time.monotonic(), via=via)
     except StaleDescriptor as e:
-        raise _moved_on(manifest) or e from None
+        raise _moved_on(manifest, via) or e from None
     if verify:
         _verify(manifest, buffer, end)
     return Snapshot(manifest, buffer)
@@ -217,11 +224,11 @@ def _fresh(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         ) from e
 
 
-def _moved_on(manifest: Manifest) -> StaleVersion | None:
+def _moved_on(manifest: Manifest, via: Backend | None) -> StaleVersion | None:
     """The error when the source still publishes; None when it is gone."""
     head = np.zeros(1, np.int64)
     try:
-        read(manifest.head, memoryview(head).cast("B"), deadline=1.0)
+        read(manifest.head, memoryview(head).cast("B"), deadline=1.0, via=via)
     except DataError:
         return None
     now = "is being replaced" if head[0] == manifest.version else f"was replaced by version {head[0]}"

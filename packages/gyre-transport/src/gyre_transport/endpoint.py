@@ -1,0 +1,79 @@
+"""Which way a read goes, and where this process serves its own memory.
+
+    shm    same machine and pid namespace, and the kernel lets this process read the owner
+    tcp    the owner listens where this process can connect
+The first of `TransportConfig.backends` that works for the pair is used; what rules one out is said when none works.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Literal
+
+from gyre_transport.backends.channel import Adopt, Channel, Opener
+from gyre_transport.backends.server import Server
+from gyre_transport.backends.shm import ShmChannel
+from gyre_transport.backends.tcp import TcpChannel
+from gyre_transport.control import Record
+from gyre_transport.descriptor import Descriptor, Endpoint, host
+from gyre_transport.errors import Unreachable
+from gyre_transport.run import TransportConfig
+
+log = logging.getLogger(__name__)
+
+Backend = Literal["shm", "tcp"]
+
+_OPENERS: dict[Backend, Opener] = {"shm": ShmChannel, "tcp": TcpChannel}
+_config = TransportConfig()
+_lock = threading.Lock()
+
+
+def configure(config: TransportConfig) -> None:
+    """Set how this process reads and serves; before it registers memory, or a listener that is up stays as it is."""
+    global _config
+    _config = config
+
+
+def config() -> TransportConfig:
+    """What `configure` set."""
+    return _config
+
+
+def serve(record: Record) -> Endpoint | None:
+    """Where `record` is served over tcp; the listener starts with its first region. None: not at all."""
+    with _lock:
+        if record.listener is None and _config.listen:
+            try:
+                record.listener = Server(record, _config)
+            except OSError as e:
+                log.warning(
+                    "cannot listen on %r (transport.listen): %s; only this machine can read this process's memory",
+                    f"{_config.listen}:{_config.port}",
+                    e,
+                )
+        return None if record.listener is None else record.listener.endpoint
+
+
+def candidates(descriptor: Descriptor, via: Backend | None = None) -> tuple[Backend, ...]:
+    """Backends to try, in order."""
+    return _config.backends if via is None else (via,)
+
+
+def streams(descriptor: Descriptor, nbytes: int, via: Backend | None, stream_bytes: int) -> int:
+    """How many ways to open at once for a read of `nbytes`: one where a copy is all there is to it."""
+    local = descriptor.owner.host == host()
+    if candidates(descriptor, via)[0] == "shm" and local:
+        return 1
+    return max(1, min(_config.streams, nbytes // stream_bytes))
+
+
+def open_channel(descriptor: Descriptor, *, end: float, adopt: Adopt, via: Backend | None = None) -> Channel:
+    """Open the first way that works. Raises `Unreachable` with the reasons when none does, `StaleDescriptor`, …"""
+    reasons = []
+    for backend in candidates(descriptor, via):
+        try:
+            return _OPENERS[backend](descriptor, end=end, adopt=adopt)
+        except Unreachable as e:
+            reasons.append(f"{backend}: {e}")
+    raise Unreachable("; ".join(reasons))

@@ -1,0 +1,155 @@
+"""One-sided reads of registered memory: what was described, into local memory, or an error. See `memory`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from gyre_transport.backends.channel import Piece
+from gyre_transport.buffers import Buffer, view
+from gyre_transport.descriptor import Content, Descriptor
+from gyre_transport.endpoint import Backend, open_channel, streams
+from gyre_transport.errors import DeadlineExceeded, OtherContent, ShapeMismatch
+from gyre_transport.transfer import Transfer
+
+_CHUNK = 4 << 20  # bytes between two looks at the clock and the key, and of one request
+_STREAM = 16 << 20  # bytes that are worth another connection
+
+
+class Part(NamedTuple):
+    """One destination of `read_many`, as the arguments of `read`."""
+
+    descriptor: Descriptor
+    into: Any
+    offset: int | None = None
+
+
+def read(
+    descriptor: Descriptor,
+    into: Any,
+    *,
+    offset: int | None = None,
+    deadline: float,
+    expect: Content | None = None,
+    via: Backend | None = None,
+) -> None:
+    """Copy a region into local memory `into` (writable array, tensor or buffer).
+
+    offset: None reads the whole region, and size, dtype and shape must match (untyped bytes and U8 match any); an int
+        reads `into`'s size from that byte on.
+    deadline: seconds from now. expect: the content the descriptor must be of. via: that backend or none.
+    Raises `ShapeMismatch` or `OtherContent` before anything moves, `StaleDescriptor`, `Unreachable` or
+    `DeadlineExceeded`; `into` then holds no meaning.
+    """
+    end = time.monotonic() + deadline
+    if expect is not None and descriptor.content != expect:
+        raise OtherContent(f"expected {expect}, got a descriptor of {descriptor.content}; ask for the current one")
+    pieces = list(_cut(Part(descriptor, into, offset)))
+    workers = streams(descriptor, sum(p.into.nbytes for p in pieces), via, _STREAM)
+    transfer = Transfer(pieces, end=end, via=via)
+    if workers == 1:
+        transfer.run()
+    else:
+        transfer.start(workers).wait()
+
+
+def read_many(
+    parts: Iterable[Part], *, deadline: float, workers: int | None = None, via: Backend | None = None
+) -> Transfer:
+    """Start reading into many destinations at once, from any regions; `wait` for it, or `cancel`.
+
+    deadline: seconds from now until the last byte. workers: threads, each with a connection of its own; default: by
+    size and backend. Raises `ShapeMismatch` before anything moves.
+    """
+    end = time.monotonic() + deadline
+    if workers is not None and not 1 <= workers <= 16:
+        raise ShapeMismatch(f"expected 1 to 16 workers, got {workers!r}")
+    regions: dict[Descriptor, list[Piece]] = {}
+    for part in parts:
+        pieces = regions.setdefault(part.descriptor, [])
+        pieces.extend(_cut(part) if not pieces else _cut(part._replace(descriptor=pieces[0].descriptor)))
+    if workers is None:
+        sizes = ((d, sum(p.into.nbytes for p in pieces)) for d, pieces in regions.items())
+        workers = max((streams(d, size, via, _STREAM) for d, size in sizes), default=0)
+    return Transfer([p for pieces in regions.values() for p in pieces], end=end, via=via).start(workers)
+
+
+def read_chunks(
+    descriptor: Descriptor, chunk_bytes: int, deadline: float, *, via: Backend | None = None
+) -> Iterator[tuple[int, memoryview]]:
+    """Read a region piece by piece: (byte offset, up to `chunk_bytes` bytes), in order; each valid until the next.
+
+    The next piece is on its way while one is used. Every piece is checked after it is read; a later one may still
+    raise: what was added so far is then void.
+    deadline: seconds from the first piece to the last, the consumer's time included. Raises as `read`.
+    """
+    end = time.monotonic() + deadline
+    if chunk_bytes < 1:
+        raise ShapeMismatch(f"expected chunks of at least 1 byte, got {chunk_bytes!r}")
+    starts = range(0, descriptor.nbytes, chunk_bytes)
+    size = min(chunk_bytes, descriptor.nbytes)
+    rooms = [view(bytearray(size), writable=True) for _ in starts[:2]]
+    with open_channel(descriptor, end=end, adopt=lambda interrupt: None, via=via) as channel:
+
+        def ask(number: int) -> list[Piece]:
+            if number >= len(starts):
+                return []
+            room, start = rooms[number % 2], starts[number]
+            pieces = list(_stretch(descriptor, room, start, min(size, descriptor.nbytes - start)))
+            for piece in pieces:
+                channel.submit(piece)
+            return pieces
+
+        asked = ask(0)
+        for number, start in enumerate(starts):
+            following = ask(number + 1)
+            for piece in asked:
+                _in_time(end, piece.offset, descriptor)
+                channel.complete()
+            _in_time(end, start + sum(p.into.nbytes for p in asked), descriptor)
+            yield start, rooms[number % 2].bytes[: sum(p.into.nbytes for p in asked)]
+            asked = following
+
+
+def _cut(part: Part) -> Iterator[Piece]:
+    """Check a part and cut it into requests."""
+    local = view(part.into, writable=True)
+    _match(part.descriptor, local, part.offset)
+    return _stretch(part.descriptor, local, part.offset or 0, local.nbytes)
+
+
+def _stretch(descriptor: Descriptor, local: Buffer, offset: int, nbytes: int) -> Iterator[Piece]:
+    for at in range(0, nbytes or 1, _CHUNK):  # an empty read asks, too: its descriptor may be stale
+        yield Piece(descriptor, offset + at, local.bytes[at : min(at + _CHUNK, nbytes)], local.address + at)
+
+
+def _match(descriptor: Descriptor, local: Buffer, offset: int | None) -> None:
+    """Refuse a destination that is not what was registered, before anything moves."""
+    if offset is not None:
+        if offset < 0 or offset + local.nbytes > descriptor.nbytes:
+            raise ShapeMismatch(
+                f"bytes [{offset:,}, {offset + local.nbytes:,}) are not in a region of {descriptor.nbytes:,}; read "
+                "inside it"
+            )
+    elif local.nbytes != descriptor.nbytes:
+        raise ShapeMismatch(
+            f"the region has {descriptor.nbytes:,} bytes, the destination {local.nbytes:,}; give an offset to read a "
+            "part"
+        )
+    if local.dtype is None or descriptor.dtype is None:
+        return
+    if local.dtype != descriptor.dtype and "U8" not in (local.dtype, descriptor.dtype):
+        raise ShapeMismatch(
+            f"the region holds {descriptor.dtype}, the destination {local.dtype}; read into the same dtype"
+        )
+    if offset is None and local.dtype == descriptor.dtype and local.shape != descriptor.shape:
+        raise ShapeMismatch(f"the region has shape {descriptor.shape}, the destination {local.shape}; reshape it first")
+
+
+def _in_time(end: float, done: int, descriptor: Descriptor) -> None:
+    if time.monotonic() >= end:
+        raise DeadlineExceeded(
+            f"{done:,} of {descriptor.nbytes:,} bytes of {descriptor.owner} were read before the deadline; allow more "
+            "time"
+        )

@@ -1,0 +1,181 @@
+"""A read that is under way: pieces taken from one queue by one or more workers, each with a way of its own.
+
+    running ──last piece complete──▶ done      valid: the destinations hold what was registered
+       ├──first error of a worker──▶ failed    the others are interrupted
+       └──cancel, deadline─────────▶ failed
+Once `wait` or `cancel` has returned or raised, nothing writes to the destinations any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from gyre_transport.backends.channel import Piece
+from gyre_transport.endpoint import Backend, open_channel
+from gyre_transport.errors import Cancelled, DataError, DeadlineExceeded
+
+_AHEAD = 32  # pieces asked for and not complete, a worker
+
+
+class Transfer:
+    """One read of many pieces; a context manager that cancels what is not done when it is left."""
+
+    def __init__(self, pieces: Iterable[Piece], *, end: float, via: Backend | None = None) -> None:
+        self._pieces = deque(pieces)
+        self._total = sum(p.into.nbytes for p in self._pieces)
+        self._end, self._via = end, via
+        self._lock = threading.Lock()
+        self._interrupts: list[Callable[[], None]] = []
+        self._error: DataError | BaseException | None = None
+        self._threads: list[threading.Thread] = []
+        self._done_bytes = 0
+        self._left = len(self._pieces)
+
+    @property
+    def valid(self) -> bool:
+        """Whether every destination holds its registered bytes. False while running, and for good after an error."""
+        return self._error is None and self._left == 0
+
+    @property
+    def running(self) -> bool:
+        """Whether a worker may still write to a destination."""
+        return any(t.is_alive() for t in self._threads)
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes in place so far; they mean nothing before all are."""
+        return self._done_bytes
+
+    def start(self, workers: int) -> Transfer:
+        """Go on in threads."""
+        for number in range(workers):
+            thread = threading.Thread(target=self._work, name=f"gyre-transport read {number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def run(self) -> None:
+        """Do all of it in this thread. Raises as `wait`."""
+        self._work()
+        self._result()
+
+    def wait(self, deadline: float | None = None) -> None:
+        """Return when every byte is in place.
+
+        deadline: seconds from now; None, or later than the transfer's own: the transfer's own. One that passes cancels.
+        Raises `StaleDescriptor`, `Unreachable`, `ShapeMismatch`, `DeadlineExceeded` or `Cancelled`; no destination
+        then holds a meaning.
+        """
+        end = self._end if deadline is None else min(self._end, time.monotonic() + deadline)
+        try:
+            for thread in self._threads:
+                thread.join(max(0.0, end - time.monotonic()))
+            if self.running:
+                self._fail(self._late())
+        except BaseException:
+            self.cancel()
+            raise
+        self._finish()
+        self._result()
+
+    def cancel(self) -> None:
+        """Stop, unless it is done; `wait` then raises `Cancelled`. Returns when no worker runs any more."""
+        if self.running or self._left:
+            self._fail(Cancelled(f"the read was cancelled after {self._done_bytes:,} of {self._total:,} bytes"))
+        self._finish()
+
+    def _finish(self) -> None:
+        for thread in self._threads:
+            thread.join()  # soon: done, or interrupted
+
+    def _result(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{self._done_bytes:,} of {self._total:,} bytes were read before the deadline; allow more time"
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the first error and stop every worker."""
+        with self._lock:
+            self._error = self._error or error
+            for interrupt in self._interrupts:  # under the lock: a connection given back is another's
+                interrupt()
+            self._interrupts.clear()
+
+    # --- workers ---
+
+    def _work(self) -> None:
+        try:
+            piece = self._take()
+            while piece is not None:
+                piece = self._region(piece)
+        except BaseException as e:  # kept for whoever waits
+            self._fail(e)
+
+    def _region(self, piece: Piece) -> Piece | None:
+        """Read pieces of one region, from `piece` on; return the first that is of another."""
+        descriptor, ahead = piece.descriptor, 0
+        under_way: deque[Piece] = deque()
+        following: Piece | None = piece
+        adopted: list[Callable[[], None]] = []
+
+        def adopt(interrupt: Callable[[], None]) -> None:
+            with self._lock:
+                self._proceed()
+                self._interrupts.append(interrupt)
+                adopted.append(interrupt)
+
+        self._proceed()
+        with open_channel(descriptor, end=self._end, adopt=adopt, via=self._via) as channel:
+            while True:
+                mine = following is not None and following.descriptor is descriptor
+                if not under_way and not mine:
+                    self._disown(adopted)
+                    return following
+                self._proceed()
+                if mine and following is not None and (not under_way or self._fits(channel.window, ahead, following)):
+                    channel.submit(following)
+                    under_way.append(following)
+                    ahead += following.into.nbytes
+                    following = self._take()
+                    if len(under_way) < _AHEAD:
+                        continue
+                channel.complete()
+                size = under_way.popleft().into.nbytes
+                ahead -= size
+                with self._lock:
+                    self._done_bytes += size
+                    self._left -= 1
+
+    @staticmethod
+    def _fits(window: int, ahead: int, piece: Piece) -> bool:
+        return ahead + piece.into.nbytes <= window
+
+    def _take(self) -> Piece | None:
+        try:
+            return self._pieces.popleft()
+        except IndexError:
+            return None
+
+    def _proceed(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if time.monotonic() >= self._end:
+            raise self._late()
+
+    def _disown(self, adopted: list[Callable[[], None]]) -> None:
+        """Before their connections go back to where the next read finds them."""
+        with self._lock:
+            self._interrupts = [i for i in self._interrupts if i not in adopted]
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.cancel()
