@@ -174,6 +174,21 @@ async def test_paths_that_a_command_or_the_configuration_names_are_shown(
     assert printed == "argument.txt variable.txt argument.txt shown variable.txt\n"
 
 
+async def test_an_installation_that_holds_the_tasks_and_the_run_is_shown_without_them(project: Project) -> None:
+    """The program is in bin/ of the project, which is shown whole for it."""
+    program = project.folder / "bin" / "agent"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nls -A "$1" "$1/tasks" "$1"/runs/* && cat $GYRE_INSTRUCTION\n')
+    program.chmod(0o755)
+    project.folder.chmod(0o755)  # what is shown is shown with its permissions
+    end, printed = await project.end("", harness=("{folder}/bin/agent", "{folder}"))
+    assert end.why == "exit 0", printed
+    shown = {block.split("\n")[0]: block.split("\n")[1:] for block in printed.split("\n\n")}
+    assert set(shown[f"{project.folder}:"]) == {".env", "agent.py", "bin", "notes.txt", "runs", "tasks"}
+    assert shown[f"{project.run}:"] == ["instructions", "workspaces"]
+    assert shown[f"{project.folder}/tasks:"] == ["Do it"], "nothing, and then the instruction"
+
+
 DAEMONS = """
 import os, subprocess, sys, time
 token = sys.argv[1]

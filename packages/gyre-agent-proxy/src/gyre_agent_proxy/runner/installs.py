@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -31,7 +32,7 @@ def needs(program: str) -> Needs:
     return found
 
 
-def within(path: Path, folders: tuple[str, ...] | set[Path]) -> bool:
+def within(path: Path, folders: Iterable[str | Path]) -> bool:
     """Whether `path` is one of `folders` or below one."""
     return any(path.is_relative_to(folder) for folder in folders)
 

@@ -47,6 +47,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     write: tuple[Path, ...]
     read: tuple[Path, ...] = ()
     links: dict[Path, Path] = {}
+    hidden: tuple[Path, ...] = ()  # not to be seen in a folder that is shown
     proxy: bool = False  # whether it speaks to the proxy
 
 
@@ -69,13 +70,20 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
             out += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         bridged = view.proxy and not self.network and self.socket is not None
         read = {*self.read, *view.read, *_python()}
+        masks = {path for path in view.hidden if installs.within(path, read) or installs.within(path, installs.SYSTEM)}
         for path in sorted(read):
-            if not installs.within(path, installs.SYSTEM) and not installs.within(path, read - {path}):
+            if not installs.within(path, (*installs.SYSTEM, *read - {path})):
                 out += [*_parents(path), "--ro-bind", str(path), str(path)]
+        for path in sorted(masks):
+            out += ["--tmpfs", str(path)]
+        for path in sorted(p for p in read if installs.within(p, masks)):
+            out += [*_parents(path), "--ro-bind", str(path), str(path)]
         out += [*_parents(Path(_ENTER)), "--ro-bind", enter.__file__, _ENTER]
         if bridged and self.socket is not None:
             out += ["--ro-bind", str(self.socket.parent), _PROXY]
         for link, target in sorted(view.links.items()):
+            if installs.within(link, read):
+                continue  # it is there
             out += [*_parents(link), "--symlink", str(target), str(link)]
         for path in view.write:
             out += [*_parents(path), "--bind", str(path), str(path)]
@@ -142,8 +150,9 @@ def harness_view(
 ) -> View:
     """What a harness sees: its installation, and what its command and its environment name.
 
-    folder: the one the command refers to, of which everything is shown but hidden entries. hidden: folders that are not
-    shown, nor anything that holds them: the run directory and the tasks.
+    folder: the one the command refers to, of which everything is shown but hidden entries. hidden: the run directory
+    and the tasks; no folder that holds them is shown for being named, and in one that is shown as an installation they
+    are empty.
     """
     needs = installs.needs(command[0])
     named = [Path(text) for text in (*command[1:], *env.values()) if text.startswith("/") and os.path.exists(text)]
@@ -156,7 +165,14 @@ def harness_view(
         for path in named
         if not any(h.is_relative_to(path.resolve()) or path.resolve().is_relative_to(h) for h in secret)
     }
-    return View(cwd=cwd, write=tuple(write), read=(*needs.paths, *shown, *read), links=needs.links, proxy=True)
+    return View(
+        cwd=cwd,
+        write=tuple(write),
+        read=(*needs.paths, *shown, *read),
+        links=needs.links,
+        hidden=tuple(secret),
+        proxy=True,
+    )
 
 
 def _try(sandbox: Sandbox) -> str:
