@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
-from gyre_traj import Packed, Row, Segment, TargetRun, pack_forests, pack_rows, unique_tokens
-from gyre_traj.errors import BadRow
+from gyre_traj import Packed, Row, Segment, TargetRun, pack_forests, pack_ids, pack_rows, unique_tokens, unpack_ids
+from gyre_traj.errors import BadIds, BadRow
 
 
 def row(ids: str, number: int = 0, execution: str = "e", weight: float = 0.5, advantage: float = 1.0) -> Row:
@@ -179,12 +181,29 @@ def test_nothing_to_pack() -> None:
         ([row("Ab", 0)], 10, "first token"),
         ([row("aB", 0), row("aC", 0)], 10, "unique"),
         ([row("aB", 0, weight=float("nan"))], 10, "finite"),
+        ([row("aB", 0, weight=1e39)], 10, "float32"),
+        ([Row("e", 0, [1, 2], [False, True], [0, -1], 1.0, 1.0, temperature=[1, 1e-50])], 10, "temperature 0.0"),
         ([row("aB", 0)], 0, "at least 1"),
     ],
 )
 def test_bad_rows_are_refused(rows: list[Row], budget: int, message: str) -> None:
     with pytest.raises(BadRow, match=message):
         pack_rows(rows, budget)
+
+
+@pytest.mark.parametrize(
+    "ids", [[-1], [1 << 32], [1 << 64], [1.0], [True], ["7"], [[1, 2]], np.array([-100]), np.array([1 << 32]), 5]
+)
+def test_ids_are_neither_wrapped_nor_rounded(ids: Any) -> None:
+    with pytest.raises(BadIds, match="whole numbers in"):
+        pack_ids(ids)
+    with pytest.raises(BadIds, match="whole numbers in"):
+        Row("e", 0, ids, [False], [0], 1.0, 1.0)
+
+
+@pytest.mark.parametrize("ids", [[], [0, (1 << 32) - 1], (3,), np.array([3, 1], np.uint16), np.arange(9)[::2]])
+def test_ids_of_any_whole_kind_are_packed(ids: Any) -> None:
+    assert unpack_ids(pack_ids(ids)).tolist() == [int(i) for i in ids]
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
@@ -262,6 +281,9 @@ def test_the_wire_form() -> None:
         ({"trajectory": 1 << 32}, "trajectory number"),
         ({"weight": float("nan")}, "must be finite"),
         ({"advantage": float("inf")}, "must be finite"),
+        ({"advantage": -1e39}, "must be finite in float32"),
+        ({"run": [3, 5, 1e-50, -1]}, "temperature 1e-50"),
+        ({"run": [3, 5, 1e39, -1]}, "temperature 1e"),
         ({"run": [0, 2, 1.0, -1]}, r"targets \[0, 2\), expected a run at or after 1"),
         ({"run": [3, 6, 1.0, -1]}, r"of 5 tokens has targets \[3, 6\)"),
         ({"run": [3, 3, 1.0, -1]}, "expected a run"),

@@ -29,6 +29,10 @@ class BadOutcome(TrajError):
     """An outcome whose score and ending contradict each other, or whose score is outside [0, 1]."""
 
 
+class BadIds(TrajError, ValueError):
+    """Token ids that are no whole numbers in [0, 2^32)."""
+
+
 class BadRow(TrajError):
     """A row or packed micro-step whose arrays do not fit together."""
 

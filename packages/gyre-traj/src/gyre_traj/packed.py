@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gyre_traj.errors import BadRow
+from gyre_traj.paths import in_float32
 
 
 class TargetRun(msgspec.Struct, frozen=True, array_like=True):
@@ -204,8 +205,10 @@ def _check(packed: Packed) -> None:
             raise BadRow(f"{name} is of execution {row.execution!r}, of {len(packed.executions)}; {remedy}")
         if not 0 <= row.trajectory < 1 << 32:
             raise BadRow(f"{name} has trajectory number {row.trajectory!r}, expected one below 2^32; {remedy}")
-        if not (math.isfinite(row.weight) and math.isfinite(row.advantage)):
-            raise BadRow(f"{name}: weight {row.weight!r} and advantage {row.advantage!r} must be finite; {remedy}")
+        if not (in_float32(row.weight) and in_float32(row.advantage)):
+            raise BadRow(
+                f"{name}: weight {row.weight!r} and advantage {row.advantage!r} must be finite in float32; {remedy}"
+            )
         at = 1
         for run in row.targets:
             if not at <= run.start < run.end <= row.length:
@@ -213,7 +216,7 @@ def _check(packed: Packed) -> None:
                     f"{name} of {row.length!r} tokens has targets [{run.start!r}, {run.end!r}), expected a run at or "
                     f"after {at}; {remedy}"
                 )
-            if not (0 < run.temperature < math.inf and -1 <= run.version < 1 << 31):
+            if not (in_float32(run.temperature, above=0.0) and -1 <= run.version < 1 << 31):
                 raise BadRow(f"{name}: temperature {run.temperature!r}, version {run.version!r} of a run; {remedy}")
             at = run.end
             targets += run.end - run.start

@@ -10,6 +10,8 @@ segment, so a path costs its segments and not its tokens. The arrays of one entr
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from gyre_traj.records import Span
 
 _SHORT = 1 << 14  # tokens
+_FLOAT32_END = (2 - 2**-24) * 2.0**127  # from here on float32 rounds to infinity
 _NO_IDS = np.zeros(0, dtype="<u4")
 
 
@@ -142,6 +145,11 @@ def fork(left: Path, right: Path) -> Fork:
 def _next(segments: Iterator[Segment]) -> NDArray[np.uint32]:
     segment = next(segments, None)
     return _NO_IDS if segment is None else segment.ids
+
+
+def in_float32(value: float, *, above: float = -math.inf) -> bool:
+    """Whether a number is finite as a float32, which is what the arrays hold, and there still over `above`."""
+    return abs(value) < _FLOAT32_END and above < struct.unpack("<f", struct.pack("<f", value))[0]
 
 
 def common_prefix(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> int:

@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from gyre_traj.errors import BadIds
+
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Output tokens [start, end) were sampled by weights `version`."""
@@ -80,9 +82,18 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True, tag="delivered"):
 Record = Header | Call | Delivered
 
 
+def token_ids(values: ArrayLike) -> NDArray[np.uint32]:
+    """Whole numbers in [0, 2^32) -> contiguous little-endian ids [n]. Raises `BadIds`: nothing wraps or is rounded."""
+    ids = np.asarray(values)
+    whole = ids.size == 0 or ids.dtype.kind == "u" or (ids.dtype.kind == "i" and int(ids.min()) >= 0)
+    if ids.ndim != 1 or not whole or (ids.itemsize > 4 and ids.size and int(ids.max()) >= 1 << 32):
+        raise BadIds(f"expected token ids, whole numbers in [0, 2^32) in one row, got {values!r:.80}")
+    return np.ascontiguousarray(ids, dtype="<u4")
+
+
 def pack_ids(ids: ArrayLike) -> bytes:
-    """Token ids -> uint32 LE bytes."""
-    return np.asarray(ids, dtype="<u4").tobytes()
+    """Token ids [n] -> uint32 LE bytes. Raises `BadIds`."""
+    return token_ids(ids).tobytes()
 
 
 def unpack_ids(raw: bytes) -> NDArray[np.uint32]:

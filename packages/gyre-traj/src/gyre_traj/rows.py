@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gyre_traj.errors import BadRow
-from gyre_traj.paths import Path, Segment
-from gyre_traj.records import Span
+from gyre_traj.paths import Path, Segment, in_float32
+from gyre_traj.records import Span, token_ids
 
 _NO_LOGPROBS = np.zeros(0, dtype="<f4")
 
@@ -22,7 +22,8 @@ class Row(Path):
     Made from arrays here, and by `from_segments` without a copy. ids: [n]. target: bool [n], never the first token,
     which nothing predicts. logprobs: [n], read at targets. weight: w_t of each target. temperature: [n], what the
     logits of targets were divided by (None: 1). version: [n], weights that sampled the targets (-1, None: not known).
-    trajectory: a number of its own among the rows packed together. Raises `BadRow` for arrays of different lengths.
+    trajectory: a number of its own among the rows packed together. Raises `BadRow` for arrays of different lengths,
+    `BadIds`.
     """
 
     __slots__ = ("advantage", "execution", "role", "trajectory", "weight")
@@ -40,7 +41,7 @@ class Row(Path):
         version: ArrayLike | None = None,
         role: str = "main",
     ) -> None:
-        tokens = np.ascontiguousarray(ids, dtype="<u4")
+        tokens = token_ids(ids)
         n = len(tokens)
         columns = {
             "target flags": np.asarray(target, dtype=np.bool_),
@@ -89,8 +90,8 @@ class Row(Path):
         name = f"row {self.trajectory} of {self.execution!r}"
         if self.segments and self.segments[0].target:
             raise BadRow(f"{name}: the first token cannot be a target, for nothing predicts it")
-        if not (math.isfinite(self.weight) and math.isfinite(self.advantage)):
-            raise BadRow(f"{name}: weight {self.weight!r} and advantage {self.advantage!r} must be finite")
+        if not (in_float32(self.weight) and in_float32(self.advantage)):
+            raise BadRow(f"{name}: weight {self.weight!r} and advantage {self.advantage!r} must be finite in float32")
         for segment in self.segments:
             if not segment.target:
                 continue
@@ -100,7 +101,9 @@ class Row(Path):
                     "what has none cannot be a target"
                 )
             # A sum is finite iff its terms are, for float32 cannot overflow float64.
-            if not (math.isfinite(segment.logprobs.sum(dtype=np.float64)) and 0 < segment.temperature < math.inf):
+            if not (
+                math.isfinite(segment.logprobs.sum(dtype=np.float64)) and in_float32(segment.temperature, above=0.0)
+            ):
                 raise BadRow(
                     f"{name}: log-probabilities at targets must be finite, and temperatures too and above 0; "
                     f"got temperature {segment.temperature!r}"
