@@ -100,7 +100,9 @@ def test_trajectories_are_views_of_the_records(story) -> None:
     assert np.shares_memory(first.segments[1].ids, unpack_ids(tree.calls["a"].output))
 
 
-@pytest.mark.parametrize(("given", "divided_by"), [(0.5, 0.5), (1, 1.0), (0.0, 1.0), (None, 1.0), ("hot", 1.0)])
+@pytest.mark.parametrize(
+    ("given", "divided_by"), [(0.5, 0.5), (1, 1.0), (0.0, 1.0), (1e-7, 1.0), (None, 1.0), ("hot", 1.0)]
+)
 def test_temperatures_come_from_the_calls(story, given: object, divided_by: float) -> None:
     a = story.call("a", "sys task", "one two")
     tree = Tree("e")

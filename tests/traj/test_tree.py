@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -147,6 +149,17 @@ def test_a_late_call_takes_the_place_it_would_have_had(story) -> None:
     for call in (b, a):
         tree.add(call)
     assert story.paths(tree) == ["sys task [think edit] result [done]"]
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_a_time_that_is_no_number_does_not_decide_the_order(story, order: tuple[int, ...]) -> None:
+    for name, word, at in (("a", "x", 1.0), ("b", "y", float("nan")), ("c", "z", 0.5)):
+        story.calls.append(msgspec.structs.replace(story.call(name, "sys", word), started=at))
+        del story.calls[-2]
+    tree = Tree("e")
+    for i in order:
+        tree.add(story.calls[i])
+    assert [leaf.call.call for leaf in tree.leaves] == ["b", "c", "a"]
 
 
 @pytest.mark.parametrize("output", ["z", ""])

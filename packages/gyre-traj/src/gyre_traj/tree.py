@@ -21,6 +21,7 @@ an earlier one marks the tree, which is then rebuilt in that order when next loo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -34,6 +35,7 @@ from gyre_traj.paths import common_prefix
 from gyre_traj.records import Call, unpack_ids, unpack_logprobs
 
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
+_GREEDY = 1e-6  # at temperatures below it SGLang takes the likeliest token and divides by 1
 _Age = tuple[float, str]
 
 
@@ -70,9 +72,9 @@ class Node:
 
     @property
     def temperature(self) -> float:
-        """What the logits were divided by when it was sampled; 1 at temperature 0, where engines leave them alone."""
+        """What the logits were divided by when it was sampled; 1 at (almost) 0, where engines leave them alone."""
         value = self.call.sampling.get("temperature", 1.0) if self.call else 1.0
-        return float(value) if isinstance(value, int | float) and 0 < value < float("inf") else 1.0
+        return float(value) if isinstance(value, int | float) and _GREEDY <= value < float("inf") else 1.0
 
     def versions(self) -> NDArray[np.int32]:
         """Weights that sampled each token [n]; -1 where not sampled or not known."""
@@ -238,7 +240,7 @@ class Tree:
         return prefix + len(call.prompt) // 4, generation
 
     def _age(self, call: Call) -> _Age:
-        return call.started, call.call
+        return (0.0 if math.isnan(call.started) else call.started), call.call
 
     def _settle(self) -> None:
         """Rebuild a stale tree in the order that needs no rebuilding."""
