@@ -87,6 +87,25 @@ def test_long_call_ids_are_cut_where_they_differ(story, tmp_path: Path, capsys: 
     assert "0123456789abcdef" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["inspect", "check", "select"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_a_log_says_neither_steers_a_terminal_nor_needs_its_letters(
+    story, tmp_path: Path, command: str, as_json: bool
+) -> None:
+    path = tmp_path / "\u00e9.gtraj"
+    with LogWriter(path) as writer:
+        writer.append(Header(execution="e"))
+        writer.append(story.call("\x1b[2J\x9b\u6f22\U0001f600", "sys", "one", role="\x07main"))
+        writer.append(Delivered(call=story.calls[0].call))
+    given = [sys.executable, "-m", "gyre_traj.cli", command, str(path), *(["--json"] if as_json else [])]
+    for encoding in ("ascii", "utf-8"):
+        done = subprocess.run(given, env={"PYTHONIOENCODING": encoding}, capture_output=True, check=True)
+        shown = done.stdout.decode(encoding)
+        assert shown.replace("\n", "").isprintable()
+        if as_json:
+            json.loads(shown)
+
+
 def test_check_passes_a_sound_log(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(log)]) == 0
     out = capsys.readouterr().out

@@ -168,5 +168,6 @@ def test_unknown_names_are_refused_with_the_choices(story) -> None:
         weigh(selection, advantage=0.0, aggregation="mean")
     with pytest.raises(BadChoice, match="per_trajectory"):
         weigh(selection, advantage=0.0, counting="twice")
-    with pytest.raises(BadChoice, match="positive norm"):
-        target_weights([1], "seq-mean-token-sum-norm", norm=0)
+    for norm in (0, float("nan"), float("inf")):
+        with pytest.raises(BadChoice, match="positive norm"):
+            target_weights([1], "seq-mean-token-sum-norm", norm=norm)

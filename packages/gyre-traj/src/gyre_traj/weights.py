@@ -13,6 +13,7 @@ paper's way), or once in each trajectory through it (`Counting.TRAJECTORY`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -71,7 +72,7 @@ def target_weights(
     if aggregation is Aggregation.BY_SEQUENCE:
         return used / np.maximum(1, targets), trajectories
     if aggregation is Aggregation.BY_SEQUENCE_NORM:
-        if not norm > 0:
+        if not 0 < norm < math.inf:
             raise BadChoice(
                 f"{aggregation.value!r} divides by a positive norm, got {norm!r}; a usual one is the length limit"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import time
 from typing import Any
@@ -9,16 +11,22 @@ from typing import Any
 _EVERY = 2.0  # seconds between two words about progress
 
 
+_HIDDEN = {i: f"\\x{i:02x}" for i in (*range(10), *range(11, 32), *range(127, 160))}  # what a terminal would obey
+
+
 def say(text: str) -> None:
-    """Write a line to standard output."""
-    sys.stdout.write(text + "\n")
+    """Write lines to standard output; what cannot be shown, or would steer the terminal, as an escape."""
+    encoding = sys.stdout.encoding or "utf-8"
+    shown = text.translate(_HIDDEN).encode(encoding, "backslashreplace").decode(encoding)
+    sys.stdout.write(shown + "\n")
 
 
 def say_json(value: Any) -> None:
-    """Write a value as one line of JSON."""
+    """Write a value as one line of JSON, in ASCII."""
     import msgspec
 
-    say(msgspec.json.encode(value).decode())
+    line = msgspec.json.encode(value).decode()
+    sys.stdout.write(re.sub("[^ -~]", lambda found: json.dumps(found[0])[1:-1], line) + "\n")
 
 
 class Progress:
