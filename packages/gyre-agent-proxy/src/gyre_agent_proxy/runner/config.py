@@ -11,8 +11,9 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """[runner]. `tasks` is relative to the config file's folder, which the launcher writes to `folder`.
 
     `harness` is a command, or the name of a harness that is built in (`gyre_agent_proxy.runner.harnesses`), or a TOML
-    file like theirs. In a command's arguments and in the values of `env`, {python}, {folder}, {workspace},
-    {instruction}, {instruction_file}, {base_url}, {key}, {model}, {task} and {execution} are replaced.
+    file like theirs, relative to that folder, too. In a command's arguments and in the values of `env`, {python},
+    {folder}, {workspace}, {instruction}, {instruction_file}, {base_url}, {key}, {model}, {task} and {execution} are
+    replaced.
     """
 
     tasks: str = "tasks"  # a folder of task folders

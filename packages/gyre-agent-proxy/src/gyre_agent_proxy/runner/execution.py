@@ -130,7 +130,7 @@ def harness(config: RunnerConfig, model: str, base_url: str, instructions: Path,
     known = {"python": sys.executable, "folder": config.folder}
     if isinstance(config.harness, str):
         name = fill(config.harness, known)
-        adapter = harnesses.load(name)
+        adapter = harnesses.load(str(Path(config.folder, name)) if name.endswith(".toml") else name)
         remedy = f"install {name}: {adapter.install}" if adapter.install else "install it"
     else:
         adapter = harnesses.Adapter(command=config.harness)
