@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,8 +111,11 @@ def alive() -> Callable[[int], bool]:
     return check
 
 
-def _files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def _held() -> tuple[int, int, int]:
+    """Open files, mappings of registered memory, and threads of the data plane in this process."""
+    maps = Path("/proc/self/maps").read_text()
+    threads = sum(t.name.startswith("gyre-transport") for t in threading.enumerate())
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:gyre-memory"), threads
 
 
 @pytest.fixture(scope="session")
@@ -123,16 +127,16 @@ def _warm() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_leak(_warm: None, eventually: Callable[..., None]) -> Iterator[None]:
-    """No test leaves an open file, or a file in /dev/shm, behind."""
+    """No test leaves an open file, a mapping, a thread, or a file in /dev/shm, behind."""
     gc.collect()
-    before, shared = _files(), set(os.listdir("/dev/shm"))
+    before, shared = _held(), set(os.listdir("/dev/shm"))
     yield
 
     def clean() -> bool:
         gc.collect()
         if (tcp := sys.modules.get("gyre_transport.backends.tcp")) is not None:
             tcp.disconnect()
-        return _files() <= before  # ZeroMQ closes sockets on a thread of its own
+        return all(now <= then for now, then in zip(_held(), before, strict=True))  # ZeroMQ closes sockets in a thread
 
     eventually(clean, within=15.0)
     ours = {f for f in set(os.listdir("/dev/shm")) - shared if "gyre" in f}

@@ -1,14 +1,22 @@
-"""Owns memory and snapshots for tests, as told on stdin."""
+"""Owns memory and snapshots for tests, as told on stdin; reads others' where told.
+
+python owner.py [PORT]      PORT: to serve reads over tcp at
+"""
 
 import ctypes
 import json
 import os
+import signal
 import sys
 
 import msgspec
 import numpy as np
 
-from gyre_transport.memory import Region, allocate, register
+from gyre_transport import endpoint
+from gyre_transport.backends.shm import ShmChannel
+from gyre_transport.backends.tcp import TcpChannel
+from gyre_transport.memory import Descriptor, Region, allocate, read, register
+from gyre_transport.run import TransportConfig
 from gyre_transport.snapshot import SnapshotSource
 
 regions: list[Region] = []
@@ -41,6 +49,22 @@ def act(do: str, a: dict) -> object:
         case "close":
             regions[a["region"]].close()
             return None
+        case "revoke":
+            regions[a["region"]].revoke()
+            return None
+        case "renew":
+            return msgspec.msgpack.encode(regions[a["region"]].renew()).hex()
+        case "fill":
+            regions[a["region"]].array()[:] = a["value"]
+            return None
+        case "count":
+            with open("/proc/self/maps") as maps:
+                mapped = sum("memfd:gyre-memory" in line for line in maps)
+            return {
+                "files": len(os.listdir("/proc/self/fd")),
+                "threads": len(os.listdir("/proc/self/task")),
+                "mapped": mapped,
+            }
         case "publish":
             source = sources.setdefault(a["model"], SnapshotSource(a["model"]))
             manifest = source.publish(a["version"], tensors(a["version"], a["count"], a["size"]))
@@ -67,9 +91,13 @@ def act(do: str, a: dict) -> object:
             os.setgid(65534)
             os.setuid(65534)
             return None
+        case "stall":  # begin a read, say so, and never go on
+            descriptor = msgspec.msgpack.decode(bytes.fromhex(a["descriptor"]), type=Descriptor)
+            for channel in (ShmChannel, TcpChannel):
+                channel.complete = lambda _: (print("null", flush=True), signal.pause())
+            read(descriptor, bytearray(descriptor.nbytes), deadline=600, via=a["via"])
+            return None
         case "read":
-            from gyre_transport.memory import Descriptor, read
-
             descriptor = msgspec.msgpack.decode(bytes.fromhex(a["descriptor"]), type=Descriptor)
             try:
                 read(descriptor, bytearray(descriptor.nbytes), deadline=10)
@@ -80,6 +108,8 @@ def act(do: str, a: dict) -> object:
             raise ValueError(do)
 
 
+if len(sys.argv) > 1:
+    endpoint.configure(TransportConfig(port=int(sys.argv[1])))
 for line in sys.stdin:
     arguments = json.loads(line)
     print(json.dumps(act(arguments.pop("do"), arguments)), flush=True)

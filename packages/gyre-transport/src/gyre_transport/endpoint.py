@@ -50,7 +50,7 @@ def serve(record: Record) -> Endpoint | None:
                 log.warning(
                     "cannot listen on %r (transport.listen): %s; only this machine can read this process's memory",
                     f"{_config.listen}:{_config.port}",
-                    e,
+                    str(e),  # a record with the exception would keep this frame's memory mapped
                 )
         return None if record.listener is None else record.listener.endpoint
 

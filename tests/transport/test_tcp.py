@@ -1,0 +1,375 @@
+"""The tcp backend's two ends against peers that misbehave."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from gyre_transport import endpoint
+from gyre_transport.backends import server, tcp, wire
+from gyre_transport.descriptor import Endpoint, network
+from gyre_transport.errors import ConfigError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
+from gyre_transport.memory import Descriptor, Region, allocate, read
+from gyre_transport.run import TransportConfig
+
+LONG = 60.0
+
+
+@pytest.fixture
+def configured() -> Iterator[None]:
+    """The process's settings are as before afterwards."""
+    before = endpoint.config()
+    yield
+    endpoint.configure(before)
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    with allocate(100) as region:
+        region.array()[:] = 7
+        yield region
+
+
+class Raw:
+    """A client that says what it is told."""
+
+    def __init__(self, region: Region) -> None:
+        self.descriptor = region.descriptor
+        where = self.descriptor.endpoint
+        self.socket = socket.create_connection((where.host, where.port), LONG)
+
+    def greet(self, version: int = wire.VERSION) -> bytes:
+        mine = wire.nonce()
+        self.socket.sendall(wire.HELLO.pack(wire.MAGIC, version, mine))
+        magic, _, status, nonce, generation = wire.WELCOME.unpack(self.take(wire.WELCOME.size))
+        assert (magic, status, generation) == (wire.MAGIC, wire.Status.OK, self.descriptor.owner.generation)
+        return mine + nonce
+
+    def request(self, nonces: bytes, number: int = 0, offset: int = 0, length: int = 100) -> bytes:
+        d = self.descriptor
+        return wire.REQUEST.pack(d.slot, offset, length, wire.proof(d.secret, nonces, number, d.slot, offset, length))
+
+    def take(self, nbytes: int) -> bytes:
+        got = b""
+        while len(got) < nbytes and (piece := self.socket.recv(nbytes - len(got))):
+            got += piece
+        return got
+
+    def closed(self) -> bool:
+        """Whether the server closed the connection, and sent nothing before."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+
+def test_an_answer_is_the_bytes_and_a_seal(region):
+    with Raw(region) as raw:
+        nonces = raw.greet()
+        raw.socket.sendall(raw.request(nonces, 0) + raw.request(nonces, 1, 90, 10))
+        for number, offset, length in ((0, 0, 100), (1, 90, 10)):
+            assert raw.take(wire.ANSWER.size) == wire.ANSWER.pack(wire.Status.OK, number)
+            assert raw.take(length) == b"\x07" * length
+            d = raw.descriptor
+            assert raw.take(wire.MAC_BYTES) == wire.seal(d.secret, nonces, number, d.slot, offset, length)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, b"X", wire.HELLO.pack(b"ERYG", 1, bytes(16))]
+)
+def test_who_does_not_greet_is_closed(region, garbage):
+    with Raw(region) as raw:
+        raw.socket.sendall(garbage)
+        assert raw.closed()
+    read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")
+
+
+@pytest.mark.parametrize("length", [wire.MAX_LENGTH + 1, (1 << 64) - 1])
+def test_who_asks_for_too_much_at_once_is_closed(region, length):
+    with Raw(region) as raw:
+        raw.socket.sendall(raw.request(raw.greet(), length=length))
+        assert raw.closed()
+
+
+def test_a_request_arrives_in_pieces(region):
+    with Raw(region) as raw:
+        whole = wire.HELLO.pack(wire.MAGIC, wire.VERSION, bytes(16))
+        for i in range(len(whole)):
+            raw.socket.sendall(whole[i : i + 1])
+        nonces = bytes(16) + wire.WELCOME.unpack(raw.take(wire.WELCOME.size))[3]
+        request = raw.request(nonces)
+        raw.socket.sendall(request[:20])
+        raw.socket.sendall(request[20:])
+        assert raw.take(wire.ANSWER.size + 100)[-100:] == b"\x07" * 100
+
+
+def test_without_proof_not_a_byte_is_served(region):
+    other = Raw(region)
+    with other, Raw(region) as raw:
+        overheard = raw.request(other.greet())  # it was good on another connection
+        nonces = raw.greet()
+        good = raw.request(nonces, 1)
+        raw.socket.sendall(overheard + good + good)
+        assert wire.ANSWER.unpack(raw.take(wire.ANSWER.size)) == (wire.Status.STALE, 0)
+        raw.socket.shutdown(socket.SHUT_WR)
+        assert raw.closed()  # what follows a refusal is not answered
+    for number, offset, length in ((1, 0, 100), (0, 1, 99)):  # the proof of another request
+        with Raw(region) as raw:
+            nonces = raw.greet()
+            proof = raw.request(nonces, number, offset, length)[-wire.MAC_BYTES :]
+            raw.socket.sendall(wire.REQUEST.pack(raw.descriptor.slot, 0, 100, proof))
+            assert wire.ANSWER.unpack(raw.take(wire.ANSWER.size)) == (wire.Status.STALE, 0)
+
+
+def test_what_is_outside_is_refused(region):
+    for offset, length in ((1, 100), (101, 0), ((1 << 64) - 1, 10), (0, 101)):
+        with Raw(region) as raw:
+            raw.socket.sendall(raw.request(raw.greet(), offset=offset, length=length))
+            assert wire.ANSWER.unpack(raw.take(wire.ANSWER.size)) == (wire.Status.OUTSIDE, 0)
+
+
+def test_another_version_is_told_so_and_gets_nothing(region):
+    with Raw(region) as raw:
+        raw.socket.sendall(raw.request(raw.greet(version=2)))
+        raw.socket.shutdown(socket.SHUT_WR)
+        assert raw.closed()
+
+
+def test_who_asks_and_does_not_take_waits_with_bounded_memory(region):
+    with Raw(region) as raw:
+        nonces = raw.greet()
+        many = 5_000
+        sender = threading.Thread(
+            target=raw.socket.sendall, args=(b"".join(raw.request(nonces, n) for n in range(many)),)
+        )
+        sender.start()
+        read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")  # the others are served meanwhile
+        listener = region._record.listener
+        assert all(
+            len(c._waiting) <= wire.MAX_WAITING + server._RECEIVE // wire.REQUEST.size for c in listener._connections
+        )
+        size = wire.ANSWER.size + 100 + wire.MAC_BYTES
+        answers = raw.take(many * size)
+        assert [wire.ANSWER.unpack_from(answers, n * size)[1] for n in range(many)] == list(range(many))
+        sender.join(LONG)
+
+
+def test_who_says_nothing_is_closed(monkeypatch):
+    monkeypatch.setattr(server, "_IDLE", 0.1)
+    with allocate(8) as region, Raw(region) as silent, Raw(region) as idle:
+        idle.greet()
+        assert silent.closed()
+        assert idle.closed()
+
+
+def test_more_connections_than_allowed(configured):
+    endpoint.configure(TransportConfig(max_connections=2))
+    with allocate(8) as region:
+        with Raw(region) as one, Raw(region) as two:
+            one.greet()
+            two.greet()
+            with pytest.raises(Unreachable, match="max_connections"):
+                read(region.descriptor, bytearray(8), deadline=LONG, via="tcp")
+            read(region.descriptor, bytearray(8), deadline=LONG)  # shm is not affected
+            two.socket.shutdown(socket.SHUT_WR)
+            assert two.closed()
+            read(region.descriptor, bytearray(8), deadline=LONG, via="tcp")
+        tcp.disconnect()
+
+
+class Fake:
+    """A server that answers with what it is told, then waits to be left."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = Endpoint(host="127.0.0.1", port=self._listener.getsockname()[1], network=network())
+        self._thread = threading.Thread(target=self._serve, args=(answers,))
+        self._thread.start()
+
+    def _serve(self, answers: tuple[bytes, ...]) -> None:
+        peer, _ = self._listener.accept()
+        with peer:
+            for answer in answers:
+                peer.recv(1 << 16)
+                peer.sendall(answer)
+            while peer.recv(1 << 16):
+                pass
+
+    def __enter__(self) -> Fake:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(LONG)
+        self._listener.close()
+
+
+def welcome(descriptor, *, magic=wire.MAGIC, version=wire.VERSION, generation=None) -> bytes:
+    generation = generation or descriptor.owner.generation
+    return wire.WELCOME.pack(magic, version, wire.Status.OK, bytes(16), generation)
+
+
+def at(fake: Fake, descriptor):
+    return msgspec.structs.replace(descriptor, endpoint=fake.endpoint)
+
+
+def test_a_service_that_is_not_gyre(region):
+    for other in ({"magic": b"SSH-"}, {"version": 9}):
+        with Fake(welcome(region.descriptor, **other)) as fake, pytest.raises(Unreachable, match="does not speak"):
+            read(at(fake, region.descriptor), bytearray(100), deadline=LONG, via="tcp")
+
+
+def test_another_generation(region):
+    with (
+        Fake(welcome(region.descriptor, generation=bytes(16))) as fake,
+        pytest.raises(StaleDescriptor, match="another"),
+    ):
+        read(at(fake, region.descriptor), bytearray(100), deadline=LONG, via="tcp")
+
+
+def test_bytes_of_one_who_does_not_have_the_key(region):
+    answer = wire.ANSWER.pack(wire.Status.OK, 0) + bytes(100) + bytes(wire.MAC_BYTES)
+    with Fake(welcome(region.descriptor), answer) as fake, pytest.raises(StaleDescriptor, match="not sealed"):
+        read(at(fake, region.descriptor), bytearray(100), deadline=LONG, via="tcp")
+
+
+def test_an_owner_that_says_it_holds_less(region):
+    answer = wire.ANSWER.pack(wire.Status.OUTSIDE, 0)
+    with Fake(welcome(region.descriptor), answer) as fake, pytest.raises(ShapeMismatch, match="holds less"):
+        read(at(fake, region.descriptor), bytearray(100), deadline=LONG, via="tcp")
+
+
+@pytest.mark.parametrize("greets", [False, True])
+def test_an_owner_that_stops_answering(region, greets):
+    answers = (welcome(region.descriptor),) if greets else ()
+    with Fake(*answers) as fake, pytest.raises(DeadlineExceeded):
+        read(at(fake, region.descriptor), bytearray(100), deadline=0.2, via="tcp")
+
+
+def test_a_loopback_address_of_another_machine(region):
+    where = msgspec.structs.replace(region.descriptor.endpoint, network="elsewhere")
+    owner = msgspec.structs.replace(region.descriptor.owner, host="elsewhere")
+    there = msgspec.structs.replace(region.descriptor, endpoint=where, owner=owner)
+    with pytest.raises(Unreachable, match=r"shm: .* another machine.*; tcp: .* set transport\.listen"):
+        read(there, bytearray(100), deadline=LONG)
+
+
+def test_nothing_listens_when_told_not_to(configured):
+    endpoint.configure(TransportConfig(listen=""))
+    with allocate(8) as region:
+        assert region.descriptor.endpoint is None
+        read(region.descriptor, bytearray(8), deadline=LONG)
+        with pytest.raises(Unreachable, match="does not listen"):
+            read(region.descriptor, bytearray(8), deadline=LONG, via="tcp")
+
+
+def test_only_the_backends_that_are_named_are_used(region, configured):
+    endpoint.configure(TransportConfig(backends=("tcp",)))
+    where = msgspec.structs.replace(region.descriptor, endpoint=None)
+    with pytest.raises(Unreachable, match=r"^tcp: "):
+        read(where, bytearray(100), deadline=LONG)
+    read(region.descriptor, bytearray(100), deadline=LONG)
+
+
+def test_an_address_that_is_taken_leaves_shm(configured, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint.configure(TransportConfig(port=taken.getsockname()[1]))
+        with caplog.at_level(logging.WARNING), allocate(8) as region:
+            assert region.descriptor.endpoint is None
+            assert "transport.listen" in caplog.text
+            read(region.descriptor, bytearray(8), deadline=LONG)
+
+
+def test_an_address_to_advertise(configured):
+    endpoint.configure(TransportConfig(listen="0.0.0.0", advertise="127.0.0.1"))  # noqa: S104
+    with allocate(8) as region:
+        assert region.descriptor.endpoint.host == "127.0.0.1"
+        read(region.descriptor, bytearray(8), deadline=LONG, via="tcp")
+
+
+@pytest.mark.parametrize("wrong", [{"port": -1}, {"backends": []}, {"streams": 0}, {"max_connections": 0}])
+def test_settings_that_cannot_be(wrong):
+    from gyre_transport.config import section
+
+    with pytest.raises(ConfigError, match="transport"):
+        section({"transport": wrong}, "transport", TransportConfig)
+
+
+def test_connections_are_kept_few_and_used_again(region):
+    threads = [
+        threading.Thread(target=read, args=(region.descriptor, bytearray(100)), kwargs={"deadline": LONG, "via": "tcp"})
+        for _ in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    (kept,) = tcp._kept._idle.values()
+    assert 1 <= len(kept) <= tcp._KEPT
+    first = kept[-1]
+    read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")
+    assert tcp._kept._idle[first.key][-1] is first
+    tcp.disconnect()
+    assert not tcp._kept._idle
+
+
+def test_a_kept_connection_that_was_closed_is_not_used(region, eventually):
+    read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")
+    (kept,) = tcp._kept._idle.values()
+    first = kept[0]
+    for connection in list(region._record.listener._connections):
+        connection.socket.shutdown(socket.SHUT_RDWR)
+    eventually(lambda: not first.usable)
+    read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")
+    assert first.socket.fileno() < 0
+
+
+def test_a_connection_that_failed_is_not_kept(region):
+    with pytest.raises(StaleDescriptor):
+        read(msgspec.structs.replace(region.descriptor, key=bytes(16)), bytearray(100), deadline=LONG, via="tcp")
+    assert not tcp._kept._idle
+
+
+def test_a_forked_child_does_not_keep_its_parents_connections_up(tmp_path):
+    """A reader notices the owner's end although a child that it forked lives on."""
+    code = """
+import os, signal, sys, msgspec
+from gyre_transport.memory import allocate, read
+region = allocate(100)
+print(msgspec.msgpack.encode(region.descriptor).hex(), flush=True)
+sys.stdin.readline()  # a reader is connected
+child = os.fork()
+if child == 0:
+    with allocate(8) as own:
+        read(own.descriptor, bytearray(8), deadline=60, via="tcp")
+    print("child", flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+signal.pause()
+"""
+    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdin=-1, stdout=-1)
+    try:
+        descriptor = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline().decode()), type=Descriptor)
+        read(descriptor, bytearray(100), deadline=LONG, via="tcp")
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"child\n"
+        process.kill()
+        process.wait(LONG)
+        with pytest.raises(StaleDescriptor):
+            read(descriptor, bytearray(100), deadline=LONG, via="tcp")
+    finally:
+        process.kill()
+        process.communicate(timeout=LONG)  # the end of stdin ends the child
