@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -75,14 +76,38 @@ async def test_a_process_that_took_the_pid_since_is_left_alone(start: Start, mon
     assert process.poll() is None
 
 
-def test_one_runner_at_a_time(tmp_path: Path) -> None:
-    with owner.alone(tmp_path / "run"):
-        with pytest.raises(RunnerError, match="another runner is at work in"), owner.alone(tmp_path / "run"):
+async def test_one_runner_at_a_time(tmp_path: Path) -> None:
+    async with owner.alone(tmp_path / "run", 0.0):
+        with pytest.raises(RunnerError, match="another runner is at work in"):
+            async with owner.alone(tmp_path / "run", 0.0):
+                pass
+        async with owner.alone(tmp_path / "other", 0.0):
             pass
-        with owner.alone(tmp_path / "other"):
-            pass
-    with owner.alone(tmp_path / "run"):
+    async with owner.alone(tmp_path / "run", 0.0):
         pass
+
+
+async def test_a_runner_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+    order = []
+
+    async def first() -> None:
+        async with owner.alone(tmp_path, 0.0):
+            held.set()
+            await ending.wait()
+            order.append("first")
+
+    async def second() -> None:
+        async with owner.alone(tmp_path, 60.0):
+            order.append("second")
+
+    held, ending = asyncio.Event(), asyncio.Event()
+    async with asyncio.TaskGroup() as both:
+        both.create_task(first())
+        await held.wait()
+        both.create_task(second())
+        await asyncio.sleep(0)
+        ending.set()
+    assert order == ["first", "second"]
 
 
 def test_folders_are_removed_whatever_is_in_them(tmp_path: Path) -> None:

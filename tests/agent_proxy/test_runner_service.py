@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from gyre_agent_proxy.keys import execution_of
+from gyre_agent_proxy.runner import service
 from gyre_agent_proxy.runner.errors import HarnessError, RunnerError
 from gyre_agent_proxy.runner.ledger import Ledger, Row, State
 from gyre_agent_proxy.runner.peers import PeerError, Peers
@@ -228,7 +229,7 @@ async def test_a_harness_with_a_file_has_a_home_of_its_own_while_it_runs(make_wo
         "key = (home / 'config/key').read_text()\n"
         "assert key == os.environ['OPENAI_API_KEY'] + ' 4000'\n"
         "pathlib.Path('answer.txt').write_text('0.5')\n",
-        harness="{folder}/own.toml",
+        harness="own.toml",
     )
     (world.folder / "own.toml").write_text(
         'command = ["{python}", "{folder}/agent.py"]\n[files]\n"config/key" = "{key} {context}"\n'
@@ -393,6 +394,44 @@ async def test_a_burst_that_only_has_to_be_scored_needs_no_grant(make_world: Cal
     assert sorted(world.submitted) == names
 
 
+@pytest.mark.parametrize("told", [False, True])
+async def test_a_burst_of_which_only_a_replacement_is_to_run(make_world: Callable[..., Any], told: bool) -> None:
+    """The scheduler is asked for the burst again if it counts the replacement; if not, it may have ended the burst."""
+    world = await make_world(HARNESS.replace("[-1]", "[8]"), refills=1)
+    ledger = Ledger(world.folder / "run" / "ledger.sqlite")
+    names = [f"b0-g{g:02d}-e{e}" for g in range(2) for e in range(3)]
+    ledger.dispatch([(name, "one", name[:6]) for name in names], 0)
+    for name in names:
+        ledger.started(name)
+        ledger.terminated(name, "exit 0")
+        ending = Ending.EVALUATOR_FAILED if name == names[0] else Ending.NOTHING_TO_SCORE
+        ledger.judged(name, intake.Outcome(ending=ending))
+    by = ledger.refill(names[0], 1).replaced_by
+    if told:
+        await world.on_scheduler(sched.Replace(execution=names[0], by=by, burst=0))
+        outcome = intake.Outcome(ending=Ending.EVALUATOR_FAILED)
+        await world.on_intake(
+            intake.Submit(
+                execution=names[0],
+                task="one",
+                group=names[0][:6],
+                group_size=3,
+                log="",
+                outcome=outcome,
+                replaced_by=by,
+            )
+        )
+        ledger.submitted(names[0])
+    world.dispatched = 0
+    ledger.close()
+    await serve(world.context())
+    assert dict(world.asked) == ({0: 2} if told else {})
+    assert (world.started, world.replaced) == ([by], {names[0]: by})
+    assert sorted(world.terminated) == sorted(world.submitted) == sorted([*names, by])
+    rows = world.rows()
+    assert (rows[names[0]].state, rows[by].state) == (State.EXCLUDED, State.TRAINED)
+
+
 async def test_fates_that_never_come(make_world: Callable[..., Any]) -> None:
     world = await make_world(fates_within=0.1)
     world.decides = False
@@ -487,7 +526,7 @@ async def test_a_killed_runner_takes_its_harnesses_along_and_their_work_is_score
 
 
 async def test_what_a_dead_runner_left_is_ended_by_the_next_one(
-    make_world: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    make_world: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The guards were killed, too, so daemons of the harnesses go on; and a home was left behind."""
     world = await make_world()
@@ -508,6 +547,7 @@ while not os.path.exists("daemon"):
     child = await started(world, daemon + WAITING, [f"{name}.up" for name in UP])
     run = world.folder / "run"
     (run / "homes" / UP[0]).mkdir(parents=True)
+    monkeypatch.setattr(service, "_ALONE", 0.0)
     with pytest.raises(RunnerError, match="another runner is at work"):
         await serve(world.context())
     daemons = [int((run / "workspaces" / name / "daemon").read_text()) for name in UP]

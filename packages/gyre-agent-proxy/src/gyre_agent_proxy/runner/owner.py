@@ -16,7 +16,7 @@ import hmac
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,25 @@ def owner_name(secret: bytes, directory: Path) -> str:
     return hmac.new(secret, b"owner:" + os.fsencode(directory.resolve()), hashlib.sha256).hexdigest()[:20]
 
 
-@contextlib.contextmanager
-def alone(directory: Path) -> Iterator[None]:
-    """Be the only runner of the run in `directory`. Raises `RunnerError` while another one is."""
+@contextlib.asynccontextmanager
+async def alone(directory: Path, within: float) -> AsyncIterator[None]:
+    """Be the only runner of the run in `directory`. One that is being stopped is waited for, `within` seconds.
+
+    Raises `RunnerError` while there is another one after that.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    end = asyncio.get_running_loop().time() + within
     with (directory / "runner.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunnerError(
-                f"another runner is at work in {str(directory)!r}; stop it first, or use another run directory"
-            ) from None
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if asyncio.get_running_loop().time() >= end:
+                    raise RunnerError(
+                        f"another runner is at work in {str(directory)!r}; stop it first, or use another run directory"
+                    ) from None
+            await asyncio.sleep(_PAUSE)
         yield
 
 

@@ -42,6 +42,7 @@ from gyre_transport.run import Context
 log = logging.getLogger(__name__)
 
 _POLL = 0.5  # seconds between looks at the fates
+_ALONE = 30.0  # seconds an earlier runner may take to end
 
 
 class Runner:
@@ -72,7 +73,7 @@ class Runner:
     async def run(self) -> None:
         """Dispatch all bursts and return when every execution has its fate; the ledger is closed then."""
         metrics = self._context.dir.metrics / "runner.json"
-        with alone(self._context.dir.path):
+        async with alone(self._context.dir.path, _ALONE):
             try:
                 await self._all(metrics)
             finally:
