@@ -300,3 +300,15 @@ def test_nodes_are_views_of_the_records(story) -> None:
     (path,) = tree.paths()
     assert all(node.ids.base is not None and not node.ids.flags.owndata for node in path)
     assert np.concatenate([node.ids for node in path]).tolist() == [1, 2, 3, 4]
+
+
+def test_a_node_outlives_its_tree_with_its_path_and_without_its_children(story) -> None:
+    story.call("a", "sys task", "one two")
+    story.call("b", "result", "done", parent="a")
+    tree = story.tree()
+    (leaf,), (root,) = tree.leaves, tree.roots
+    assert len(root.children) == 1
+    del tree
+    assert story.text(np.concatenate([node.ids for node in leaf.path()])) == "sys task one two result done"
+    with pytest.raises(AttributeError, match="children"):
+        _ = root.children

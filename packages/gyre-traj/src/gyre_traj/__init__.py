@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gyre_traj.log import Log, LogWriter, read_log
     from gyre_traj.loss_config import LossConfig
     from gyre_traj.metrics import mean_metrics, merge_metrics
+    from gyre_traj.node import Node
     from gyre_traj.packed import Packed, PackedArrays, PackedRow, TargetRun
     from gyre_traj.packer import Packer
     from gyre_traj.packing import pack_forests, pack_rows
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from gyre_traj.roles import DEFAULT_PRIORITY, RolePriority, load_priority
     from gyre_traj.rows import Row
     from gyre_traj.selection import Selection, Trajectory, select
-    from gyre_traj.tree import Node, Tree
+    from gyre_traj.tree import Tree
     from gyre_traj.weights import Aggregation, Counting, Weighted, target_weights, weigh
 
 __version__ = "0.1.0"
@@ -97,6 +98,7 @@ _HOMES = {
     "log": ("Log", "LogWriter", "read_log"),
     "loss_config": ("LossConfig",),
     "metrics": ("mean_metrics", "merge_metrics"),
+    "node": ("Node",),
     "packed": ("Packed", "PackedArrays", "PackedRow", "TargetRun"),
     "packer": ("Packer",),
     "packing": ("pack_forests", "pack_rows"),
@@ -108,7 +110,7 @@ _HOMES = {
     "roles": ("DEFAULT_PRIORITY", "RolePriority", "load_priority"),
     "rows": ("Row",),
     "selection": ("Selection", "Trajectory", "select"),
-    "tree": ("Node", "Tree"),
+    "tree": ("Tree",),
     "weights": ("Aggregation", "Counting", "Weighted", "target_weights", "weigh"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

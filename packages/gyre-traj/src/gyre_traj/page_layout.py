@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from gyre_traj.tree import Node, Tree
+from gyre_traj.node import Node
+from gyre_traj.tree import Tree
 
 
 class Bar(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from gyre_traj.tree import Node, Tree
+from gyre_traj.node import Node
+from gyre_traj.tree import Tree
 
 
 class RoleReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gyre_traj.errors import BadChoice
+from gyre_traj.node import Node
 from gyre_traj.paths import Path, Segment
 from gyre_traj.records import Span
 from gyre_traj.roles import DEFAULT_PRIORITY, RolePriority
-from gyre_traj.tree import Node, Tree
+from gyre_traj.tree import Tree
 
 
 class Trajectory(Path):

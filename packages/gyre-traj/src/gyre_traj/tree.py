@@ -31,66 +31,11 @@ from numpy.typing import NDArray
 
 from gyre_traj.errors import BrokenCall, LogError, UnknownCall
 from gyre_traj.log import Log
+from gyre_traj.node import NO_LOGPROBS, Node, hang, part, split
 from gyre_traj.paths import common_prefix
 from gyre_traj.records import Call, unpack_ids, unpack_logprobs
 
-_NO_LOGPROBS = np.zeros(0, dtype=np.float32)
-_GREEDY = 1e-6  # at temperatures below it SGLang takes the likeliest token and divides by 1
 _Age = tuple[float, str]
-
-
-class Node:
-    """A run of tokens [start, start + n) of the paths through it: context, or (part of) one call's output."""
-
-    __slots__ = ("call", "children", "ids", "logprobs", "offset", "parent", "start")
-
-    def __init__(
-        self,
-        parent: Node | None,
-        start: int,
-        ids: NDArray[np.uint32],
-        call: Call | None = None,
-        offset: int = 0,
-    ) -> None:
-        self.parent = parent
-        self.start = start  # depth of the first token
-        self.ids = ids  # [n]
-        self.call = call  # whose output this is; None: context
-        self.logprobs = _NO_LOGPROBS  # [n], or [0] where not trainable; as the tree was last looked at
-        self.offset = offset  # of the first token in the call's output; 0 for context
-        self.children: dict[int, list[Node]] = {}  # by first id
-
-    @property
-    def role(self) -> str:
-        """Role of the call that sampled it; empty for context."""
-        return self.call.role if self.call else ""
-
-    @property
-    def trainable(self) -> int:
-        """Tokens that may be loss targets: all or none."""
-        return len(self.logprobs)
-
-    @property
-    def temperature(self) -> float:
-        """What the logits were divided by when it was sampled; 1 at (almost) 0, where engines leave them alone."""
-        value = self.call.sampling.get("temperature", 1.0) if self.call else 1.0
-        return float(value) if isinstance(value, int | float) and _GREEDY <= value < float("inf") else 1.0
-
-    def versions(self) -> NDArray[np.int32]:
-        """Weights that sampled each token [n]; -1 where not sampled or not known."""
-        version = np.full(len(self.ids), -1, dtype=np.int32)
-        for span in self.call.versions if self.call else ():
-            version[max(0, span.start - self.offset) : max(0, span.end - self.offset)] = span.version
-        return version
-
-    def path(self) -> tuple[Node, ...]:
-        """Nodes from a root to this one."""
-        nodes = []
-        node: Node | None = self
-        while node is not None and node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return tuple(reversed(nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +59,11 @@ class Tree:
         self._flaws: dict[str, str] = {}  # call -> why its record alone makes its output no loss target
         self._prompts: dict[str, tuple[int, int]] = {}  # call -> whole prompt length, ancestors
         self._clear()
+
+    def __del__(self) -> None:
+        """Nodes know each other, so without this a dead tree would hold its records until Python looks for cycles."""
+        if "_root" in self.__dict__:
+            part(self._root)
 
     def _clear(self) -> None:
         self._root = Node(None, 0, np.zeros(0, dtype=np.uint32))
@@ -245,6 +195,7 @@ class Tree:
     def _settle(self) -> None:
         """Rebuild a stale tree in the order that needs no rebuilding."""
         if self._stale:
+            part(self._root)
             self._clear()
             for call in sorted(self.calls.values(), key=self._order):
                 self._insert(call)
@@ -258,9 +209,9 @@ class Tree:
         prompt = unpack_ids(call.prompt)
         node, inside, used = self._walk(self._ends[call.parent] if call.parent else self._root, prompt)
         if inside < len(node.ids):
-            node = _split(node, inside)
+            node = split(node, inside)
         if used < len(prompt):
-            node = _hang(Node(node, node.start + len(node.ids), prompt[used:]))
+            node = hang(Node(node, node.start + len(node.ids), prompt[used:]))
         late = self._order(call) < self._latest
         self._latest = max(self._latest, self._order(call))
         if not call.output:
@@ -269,7 +220,7 @@ class Tree:
         output = unpack_ids(call.output)
         others = node.children.get(int(output[0]), ())
         taken = any(other.call is None or other.children for other in others)
-        self._ends[call.call] = _hang(Node(node, node.start + len(node.ids), output, call))
+        self._ends[call.call] = hang(Node(node, node.start + len(node.ids), output, call))
         return late and (self._ambiguous or taken)
 
     def _walk(self, start: Node, ids: NDArray[np.uint32]) -> tuple[Node, int, int]:
@@ -321,7 +272,7 @@ class Tree:
             if node.call is not None:
                 mine = slice(node.offset, node.offset + len(node.ids))
                 flawed = node.call.call in untrainable
-                node.logprobs = _NO_LOGPROBS if flawed else unpack_logprobs(node.call.logprobs)[mine]
+                node.logprobs = NO_LOGPROBS if flawed else unpack_logprobs(node.call.logprobs)[mine]
                 sampled.add(id(node))
                 oldest[id(node)] = min(self._age(node.call), oldest.get(id(node), self._age(node.call)))
             if node.parent is not None:
@@ -367,22 +318,3 @@ def _why_untrainable(call: Call) -> str:
     if float(logprobs.max()) > 1e-3:  # engines round: a certain token may come out a hair above 0
         return "log-probabilities above 0"
     return ""
-
-
-def _hang(node: Node) -> Node:
-    assert node.parent is not None  # noqa: S101 - only the root has none, and it is never hung
-    node.parent.children.setdefault(int(node.ids[0]), []).append(node)
-    return node
-
-
-def _split(node: Node, at: int) -> Node:
-    """Cut `node` before its token `at`; it stays the lower part. Return the new upper part."""
-    upper = Node(node.parent, node.start, node.ids[:at], node.call, node.offset)
-    assert node.parent is not None  # noqa: S101 - the root has no token to cut at
-    group = node.parent.children[int(node.ids[0])]
-    group[group.index(node)] = upper
-    node.parent, node.start = upper, node.start + at
-    node.offset += at if node.call else 0
-    node.ids = node.ids[at:]
-    upper.children[int(node.ids[0])] = [node]
-    return upper
