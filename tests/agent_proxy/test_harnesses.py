@@ -178,6 +178,25 @@ async def test_a_spent_token_budget_ends_it(bench, scripted, tmp_path, name):
     assert read_log(out / "calls" / "e0.gtraj").calls[-1].finish == "length"
 
 
+@pytest.mark.harness
+@pytest.mark.parametrize("name", ["codex", "opencode", "claude-code", "qwen-code"])
+async def test_a_helper_is_a_sub_agent_with_a_root_of_its_own(bench, scripted, tmp_path, name):
+    scripted.require(name)
+    case = scripted.DELEGATING[name]
+    bench.brain = scripted.Script(bench, case, tmp_path)
+    await bench.engine()
+    out = tmp_path / "out"
+    code, stdout, stderr = await scripted.run(*scripted.arguments(name, bench, out))
+    assert code == 0, stderr
+    log = read_log(out / "calls" / "e0.gtraj")
+    assert dict(Counter(call.role for call in log.calls)) == case.roles
+    (helper,) = (call for call in log.calls if call.role == "sub-agent")
+    assert helper.parent is None
+    told = bench.renderer.vocabulary.decode(log.full_prompt(log.calls[-1].call).tolist())
+    assert "It is seven." in told
+    assert json.loads(stdout)["counters"]["forks"] == 0
+
+
 @pytest.mark.engine
 async def test_mini_swe_agent_with_a_real_engine(tiny_engine, tiny_model, scripted, tmp_path):
     """A model of random weights says nothing to the point; what it samples is recorded all the same."""

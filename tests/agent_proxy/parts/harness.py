@@ -19,6 +19,7 @@ from gyre_agent_proxy.runner import harnesses
 
 CLI = [sys.executable, "-m", "gyre_agent_proxy.cli"]
 INSTRUCTION = 'Write 41 into answer.txt, then correct it to 42, and say "done {}".\n--this line looks like an option'
+SUBJOB = "SUBJOB: say what it is."
 SUMMARISE = "CRITICAL: Respond with TEXT ONLY"  # Claude Code's; others offer no tools with such a call
 DONE = "It says 42 now: done {}."
 
@@ -31,7 +32,7 @@ class Step(msgspec.Struct):
 
 
 class Case(msgspec.Struct):
-    """A harness's script. In arguments, {w} is the workspace and {session} a number a tool gave."""
+    """A harness's script. In arguments, {w} is the workspace, {session} and {agent} are what a tool gave."""
 
     steps: list[Step]
     side: str = "A title"  # the answer to calls without tools
@@ -116,6 +117,24 @@ CASES = {
     ),
 }
 
+_HELP = {"description": "Find it", "prompt": SUBJOB, "subagent_type": "general-purpose"}
+DELEGATING = {
+    "codex": Case(
+        steps=[
+            Step("", [("multi_agent_v1__spawn_agent", {"message": SUBJOB})]),
+            Step("", [("multi_agent_v1__wait_agent", {"targets": ["{agent}"], "timeout_ms": 60_000})]),
+            Step(DONE),
+        ],
+        roles={"main": 3, "sub-agent": 1},
+    ),
+    "opencode": Case(
+        steps=[Step("", [("task", _HELP | {"subagent_type": "general"})]), Step(DONE)],
+        roles={"main": 2, "sub-agent": 1, "side": 1},
+    ),
+    "claude-code": Case(steps=[Step("", [("Agent", _HELP)]), Step(DONE)], roles={"main": 2, "sub-agent": 1}),
+    "qwen-code": Case(steps=[Step("", [("agent", _HELP)]), Step(DONE)], roles={"main": 2, "sub-agent": 1}),
+}
+
 
 class Script:
     """What the engine samples: the main line's next step for a prompt not seen before; else the side answer."""
@@ -135,8 +154,12 @@ class Script:
                 return answer[len(got) :]
         text = self.vocabulary.decode(input_ids)
         last = text.rpartition("<|im_start|>user")[2]
-        main = "<tools>" in text and SUMMARISE not in last
-        said = self._said(next(self._steps, self._case.steps[-1]), text) if main else self._case.side
+        if SUBJOB in text and INSTRUCTION not in text:
+            said = "It is seven."
+        elif "<tools>" in text and SUMMARISE not in last:
+            said = self._said(next(self._steps, self._case.steps[-1]), text)
+        else:
+            said = self._case.side
         answer = [*self.vocabulary.encode(said), 2]
         self._answers.append((input_ids, answer))
         return answer
@@ -151,6 +174,8 @@ class Script:
     def _filled(self, value: Any, prompt: str) -> Any:
         if value == "{session}":
             return int(re.findall(r"session ID (\d+)", prompt)[-1])
+        if value == ["{agent}"]:
+            return re.findall(r'"agent_id":"([0-9a-f-]+)"', prompt)[-1:]
         return value.replace("{w}", self._workspace) if isinstance(value, str) else value
 
 
