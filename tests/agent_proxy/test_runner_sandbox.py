@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from gyre_agent_proxy.config import ProxyConfig, socket_path
 from gyre_agent_proxy.runner import installs
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import HarnessError, SandboxError
@@ -26,6 +27,7 @@ from gyre_agent_proxy.runner.tasks import Task, load_task
 from gyre_agent_proxy.runner.workspace import prepare
 from gyre_traj.intake import Ending
 from gyre_transport.errors import ProcessError
+from gyre_transport.run import BusConfig
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -508,6 +510,26 @@ async def test_the_network_is_shared_and_said_to_be_when_the_proxy_has_no_socket
     caplog.clear()
     assert (await find(RunnerConfig(sandbox_network="host"))).network
     assert caplog.text == ""
+
+
+async def test_a_socket_that_is_not_in_a_folder_of_its_own(sandbox: Sandbox, endpoint: Endpoint) -> None:
+    (endpoint.socket.parent / "other").touch()
+    with pytest.raises(SandboxError, match="'other' lies beside it"):
+        await find(RunnerConfig(), base_url=endpoint.url, socket=endpoint.socket)
+
+
+@pytest.mark.parametrize(
+    ("socket", "bus", "expected"),
+    [
+        ("", BusConfig(dir="/b"), "/b/proxy/http"),
+        ("/s/http", BusConfig(dir="/b"), "/s/http"),
+        ("/s/http", BusConfig(kind="tcp"), "/s/http"),
+        ("", BusConfig(kind="tcp"), None),
+        ("", BusConfig(dir="/b" * 60), None),  # longer than the system takes
+    ],
+)
+def test_where_the_proxy_listens_beside_its_port(socket: str, bus: BusConfig, expected: str | None) -> None:
+    assert socket_path(ProxyConfig(socket=socket), bus) == (None if expected is None else Path(expected))
 
 
 # --- what a program needs -------------------------------------------------------------------------------------------

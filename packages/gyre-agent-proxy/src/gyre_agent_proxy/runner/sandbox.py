@@ -107,7 +107,8 @@ async def find(config: RunnerConfig, *, base_url: str = "", socket: Path | None 
     """The sandbox that `config` asks for, tried once.
 
     base_url: the proxy's, as harnesses are told; socket: where it listens, too. Without a socket the network is shared.
-    Raises `SandboxError` when runner.sandbox is "bubblewrap" and cannot be had, or a path to show does not exist.
+    Raises `SandboxError` when runner.sandbox is "bubblewrap" and cannot be had, when a path to show does not exist, and
+    when the socket is not in a folder of its own.
     """
     if missing := [path for path in config.sandbox_read if not Path(path).is_absolute() or not Path(path).exists()]:
         raise SandboxError(f"runner.sandbox_read names {missing!r}; give absolute paths that exist")
@@ -119,6 +120,11 @@ async def find(config: RunnerConfig, *, base_url: str = "", socket: Path | None 
     if bwrap is not None:
         read = tuple(Path(os.path.abspath(path)) for path in config.sandbox_read)
         port = _local_port(base_url) if socket is not None and socket.is_socket() else 0
+        if port and socket is not None and (beside := [p.name for p in socket.parent.iterdir() if p != socket]):
+            raise SandboxError(
+                f"proxy.socket is {str(socket)!r}, but {beside[0]!r} lies beside it, and the sandbox would show that, "
+                "too; name a path in a folder of its own"
+            )
         network = config.sandbox_network == "host" or not port
         uid = NOBODY if os.geteuid() == 0 else -1
         made = Sandbox(bwrap=bwrap, uid=uid, read=read, network=network, port=port, socket=socket)
