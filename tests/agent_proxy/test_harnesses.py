@@ -179,6 +179,29 @@ async def test_a_spent_token_budget_ends_it(bench, scripted, tmp_path, name):
 
 
 @pytest.mark.harness
+@pytest.mark.parametrize("name", NAMES[1:])
+async def test_reasoning_stays_on_the_path(bench, scripted, tmp_path, name):
+    """Whether the harness sends it back or not: the next prompt begins with all that was sampled."""
+    scripted.require(name)
+    case = scripted.CASES[name]
+    thought = "<think>\nI ponder it.\n</think>\n\n"
+    steps = [msgspec.structs.replace(step, text=thought + step.text) for step in case.steps]
+    out = tmp_path / "out"
+    bench.brain = scripted.Script(bench, msgspec.structs.replace(case, steps=steps), out / "workspaces" / "e0")
+    await bench.engine()
+    code, stdout, stderr = await scripted.run(*scripted.arguments(name, bench, out))
+    assert code == 0, stderr
+    assert (out / "workspaces" / "e0" / "answer.txt").read_text() == "42\n"
+    counters = json.loads(stdout)["counters"]
+    assert (counters["forks"], counters["foreign_turns"], counters["roots"]) == (0, case.primed, case.roots)
+    log = read_log(out / "calls" / "e0.gtraj")
+    main = [call for call in log.calls if call.role == "main"]
+    assert [call.parent for call in main[1:]] == [call.call for call in main[:-1]]
+    whole = bench.renderer.vocabulary.decode(log.full_ids(main[-1].call).tolist())
+    assert whole.count("I ponder it.") == len(main)
+
+
+@pytest.mark.harness
 @pytest.mark.parametrize("name", ["codex", "opencode", "claude-code", "qwen-code"])
 async def test_a_helper_is_a_sub_agent_with_a_root_of_its_own(bench, scripted, tmp_path, name):
     scripted.require(name)
