@@ -148,6 +148,41 @@ def test_a_version_that_is_no_number_is_not_known(bring: Bring) -> None:
     assert logs["requests"].calls[0].versions == ()
 
 
+@pytest.mark.parametrize(
+    "spans", [[(0, 0, 1)], [(0, 1, 3)], [(0, 0, 1), (1, 2, 3)], [(0, 0, 2), (1, 1, 3)], [(1 << 31, 0, 3)], [], 7]
+)
+def test_versions_that_do_not_cover_an_answer_are_not_known(bring: Bring, spans: Any) -> None:
+    line = sglang([5, 6], [7, 8, END])
+    if isinstance(spans, list):
+        spans = [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans]
+    line["response"]["choices"][0]["meta_info"] |= {"weight_version": None, "weight_versions": spans}
+    logs, _ = bring([line])  # `bring` checks that spans cover outputs
+    assert logs["requests"].calls[0].versions == ()
+
+
+@pytest.mark.parametrize("triples", [[3, 4], [[]], ["x"], [None], [{"id": 3}], [[-0.1, 7], [-0.2]]])
+def test_triples_of_another_kind_are_no_ids(bring: Bring, triples: list[Any]) -> None:
+    line = sglang([5, 6], [7, 8, END])
+    del line["response"]["choices"][0]["response_token_ids"]
+    line["response"]["choices"][0]["meta_info"]["output_token_logprobs"] = triples
+    _, report = bring([line])
+    assert dict(report.untrainable) == {"token ids were not logged": 1}
+
+
+def test_probabilities_above_one_are_counted_as_such(bring: Bring) -> None:
+    line = vllm([5], [7])
+    line["response"]["choices"][0]["logprobs"]["content"][0]["logprob"] = 0.5
+    _, report = bring([line])
+    assert (report.trainable, dict(report.untrainable)) == (0, {"log-probabilities above 0": 1})
+
+
+def test_a_finish_that_is_no_word_ends_a_turn(bring: Bring) -> None:
+    line = vllm([5], [7])
+    line["response"]["choices"][0]["finish_reason"] = ["odd"]
+    logs, _ = bring([line])
+    assert logs["requests"].calls[0].finish == "stop"
+
+
 def test_versions_of_tokens_that_were_not_logged_are_not_kept(bring: Bring) -> None:
     line = sglang([5, 6], [7, 8, END])
     line["response"]["metadata"] = line["response"]["choices"][0].pop("meta_info")
@@ -270,13 +305,14 @@ def test_lines_without_an_answer_are_counted(bring: Bring) -> None:
     logs, report = bring(
         [
             {"request": request, "response": {"error": {"message": "overloaded"}}},
+            {"request": request, "response": {"choices": 3}},
             {"request": request, "response": [{"choices": []}]},
             {"request": {"body": request}, "response": {"body": vllm([5], [7])["response"]}},
         ]
     )
     assert report.calls == len(logs["requests"].calls) == 1
     assert dict(report.skipped) == {
-        "no answer: the response has no choices": 1,
+        "no answer: the response has no choices": 2,
         "a stream in pieces, not the response they add up to": 1,
     }
 

@@ -266,6 +266,7 @@ BROKEN = {
     "log-probabilities of other length": ({"logprobs": pack_logprobs([-1, -1])}, "2 log-probabilities"),
     "half a token": ({"output": b"abc"}, "4 bytes each"),
     "span outside": ({"versions": (Span(0, 0, 2),)}, "reach outside"),
+    "version that no array holds": ({"versions": (Span(1 << 31, 0, 1),)}, "below 2\\^31"),
     "no prompt": ({"prompt": b""}, "empty prompt"),
 }
 

@@ -14,6 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from gyre_traj.errors import BadIds
 
+CERTAIN = 1e-3  # a log-probability above it is none: engines round, so a certain token may come out a hair above 0
+
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Output tokens [start, end) were sampled by weights `version`."""

@@ -33,7 +33,7 @@ from gyre_traj.errors import BrokenCall, LogError, UnknownCall
 from gyre_traj.log import Log
 from gyre_traj.node import NO_LOGPROBS, Node, hang, part, split
 from gyre_traj.paths import common_prefix
-from gyre_traj.records import Call, unpack_ids, unpack_logprobs
+from gyre_traj.records import CERTAIN, Call, unpack_ids, unpack_logprobs
 
 _Age = tuple[float, str]
 
@@ -185,6 +185,8 @@ class Tree:
             )
         if any(not 0 <= span.start <= span.end <= size for span in call.versions):
             raise BrokenCall(f"{name}: version spans {call.versions!r} reach outside its {size} output ids")
+        if any(span.version >= 1 << 31 for span in call.versions):
+            raise BrokenCall(f"{name}: expected versions below 2^31, got {call.versions!r:.80}")
         if not prefix and not call.prompt:
             raise BrokenCall(f"{name} has an empty prompt; nothing could have predicted its first token")
         return prefix + len(call.prompt) // 4, generation
@@ -315,6 +317,6 @@ def _why_untrainable(call: Call) -> str:
         return "no log-probabilities"
     if not np.isfinite(logprobs).all():
         return "log-probabilities that are not finite"
-    if float(logprobs.max()) > 1e-3:  # engines round: a certain token may come out a hair above 0
+    if float(logprobs.max()) > CERTAIN:
         return "log-probabilities above 0"
     return ""

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from gyre_traj.errors import BadLine
-from gyre_traj.records import Span
+from gyre_traj.records import CERTAIN, Span
 
 _MISSING = -9999.0  # what vLLM writes for a log-probability it does not have
 
@@ -22,7 +22,7 @@ def sampled_ids(
         choice.get("token_ids"),
         choice.get("response_token_ids"),
         framed[i] if isinstance(framed, list) and i < len(framed) else None,
-        [triple[1] for triple in triples] if isinstance(triples, list) else None,
+        _second(triples) if isinstance(triples, list) else None,
         _named(content) if isinstance(content, list) else None,
     )
     logprobs: list[float] | None = None
@@ -31,7 +31,7 @@ def sampled_ids(
             logprobs = [float(entry["logprob"]) for entry in content]
         elif isinstance(triples, list):
             logprobs = [float(triple[0]) for triple in triples]
-    except (KeyError, TypeError, ValueError):
+    except (IndexError, KeyError, TypeError, ValueError):
         logprobs = [float("nan")]
     return ids, logprobs
 
@@ -46,12 +46,20 @@ def flaw(sampled: list[int] | None, logprobs: list[float] | None) -> str:
         return "not as many log-probabilities as tokens"
     if any(not value > _MISSING for value in logprobs):
         return "some log-probabilities are missing"
+    if any(value > CERTAIN for value in logprobs):
+        return "log-probabilities above 0"
     return ""
 
 
 def first_of(*values: Any, kinds: Any) -> Any:
     """The first value of these kinds, or None."""
     return next((value for value in values if isinstance(value, kinds)), None)
+
+
+def _second(triples: list[Any]) -> list[Any] | None:
+    """Ids of [log-probability, id, …] each; None when they are something else."""
+    pairs = all(isinstance(triple, list) and len(triple) > 1 for triple in triples)
+    return [triple[1] for triple in triples] if pairs else None
 
 
 def _named(content: list[Any]) -> list[int] | None:
@@ -89,7 +97,8 @@ def weight_versions(response: dict[str, Any], choice: dict[str, Any], size: int)
             found = tuple(Span(int(s["version"]), int(s["start"]), min(size, int(s["end"]))) for s in spans)
         except (KeyError, TypeError, ValueError):
             continue
-        if all(0 <= span.start <= span.end for span in found):
+        joined = [0, *(span.end for span in found)] == [*(span.start for span in found), size]
+        if joined and all(span.start <= span.end and span.version < 1 << 31 for span in found):
             return found
     return ()
 

@@ -194,7 +194,7 @@ def _calls(line: dict[str, Any], template: Template, number: int, role: str, rep
             raise BadLine("expected `request` with `messages`; Chat Completions is the dialect that is read")
         if isinstance(response, list):
             report.skipped["a stream in pieces, not the response they add up to"] += 1
-        elif not isinstance(response, dict) or not response.get("choices"):
+        elif not isinstance(response, dict) or not first_of(response.get("choices"), kinds=list):
             report.skipped["no answer: the response has no choices"] += 1
         else:
             yield from _answers(request, response, template, number, role)
@@ -237,7 +237,7 @@ def _answers(
             output=pack_ids(sampled),
             logprobs=b"" if why else pack_logprobs(logprobs or []),
             versions=versions,
-            finish=_FINISH.get(choice.get("finish_reason") or "stop", "stop"),
+            finish=_FINISH.get(str(choice.get("finish_reason")), "stop"),
             matched_stop=first_of(choice.get("matched_stop"), choice.get("stop_reason"), kinds=int | str),
             sampling=options,
             request=kept | ({"untrainable": why} if why else {}),
