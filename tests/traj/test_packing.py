@@ -191,6 +191,20 @@ def test_bad_rows_are_refused(rows: list[Row], budget: int, message: str) -> Non
         pack_rows(rows, budget)
 
 
+def test_segments_without_tokens_change_nothing() -> None:
+    def context(*ids: int) -> Segment:
+        return Segment(np.array(ids, np.uint32), np.zeros(0, np.float32))
+
+    def target(token: int) -> Segment:
+        return Segment(np.array([token], np.uint32), np.array([-1], np.float32), target=True)
+
+    first = Row.from_segments("e", 0, (context(1, 2), context(), target(3)), weight=1.0, advantage=1.0)
+    second = Row.from_segments("e", 1, (context(1), context(), context(2), target(4)), weight=1.0, advantage=1.0)
+    assert [packed.tokens for packed in pack_forests([first, second], 10)] == [4]
+    with pytest.raises(BadRow, match="first token"):
+        pack_rows([Row.from_segments("e", 0, (context(), target(3)), weight=1.0, advantage=1.0)], 10)
+
+
 @pytest.mark.parametrize(
     "ids", [[-1], [1 << 32], [1 << 64], [1.0], [True], ["7"], [[1, 2]], np.array([-100]), np.array([1 << 32]), 5]
 )

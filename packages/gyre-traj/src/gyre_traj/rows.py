@@ -120,7 +120,7 @@ class Row(Path):
     ) -> None:
         self.execution = execution
         self.trajectory = trajectory
-        self.segments = segments
+        self.segments = tuple(segment for segment in segments if len(segment.ids))
         self.weight = float(weight)
         self.advantage = float(advantage)
         self.role = role
