@@ -49,8 +49,8 @@ def admit(
     """Sort a group's outcomes by execution id into members, placeholders and exclusions.
 
     `oldest` gives the oldest weight version an execution was sampled by (`Tree.versions`); with `max_staleness` it is
-    excluded when `version - oldest > max_staleness`; one that `oldest` does not name has no known age, and stays. Raises
-    `BadOutcome`.
+    excluded when `version - oldest > max_staleness`. One that `oldest` does not name has no known age, and stays.
+    Raises `BadOutcome`.
     """
     for outcome in outcomes.values():
         check_outcome(outcome)
