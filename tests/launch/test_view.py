@@ -41,6 +41,12 @@ def test_lines_in_mid_run() -> None:
     ]
 
 
+def test_replaced_executions_are_more_to_wait_for() -> None:
+    runner = {"started": 70, "terminated": 40, "replaced": 3}
+    shown = lines(View(status=None, runner=runner, proxy={}, total_steps=6, executions=192))
+    assert "runner    40/195 executions ended, 30 running, 3 replaced after a failure" in shown
+
+
 def test_a_role_switch_is_a_line_and_other_events_are_not() -> None:
     numbers = {"from": "rollout", "to": "draining", "seconds": 61.04, "w": 30, "C_R": 64}
     event = Event(seq=1, at=0.0, kind="role", cell=0, numbers=numbers)

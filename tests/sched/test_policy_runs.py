@@ -71,6 +71,20 @@ def test_failures_that_leave_the_core_never_break_a_rule_nor_end_the_run(world, 
     _finished(w)
 
 
+@_CHECKS
+@given(shape=shapes, bursts=st.integers(1, 2), faults=faults, stays=st.booleans(), share=st.floats(0.05, 0.6))
+def test_replacements_never_break_a_rule_nor_end_the_run(world, shape, bursts, faults, stays, share):
+    """Each is counted once, raises the water level only where that is covered, and its burst ends after it."""
+    limits = {"attempts": 50, "capacity": 8, "core_stays": stays}
+    w = world(**shape, steps=bursts * shape["per_burst"], faults=faults, settings=limits, replacing=share).run()
+    count = w.policy.state.count
+    assert w.closed == w.steps
+    assert w.bursts == w.steps // w.per_burst
+    assert count.dispatched == count.terminated == w.dispatched
+    assert count.dispatched == shape["groups"] * shape["group_size"] * w.steps + w.replaced
+    assert not w.refused
+
+
 @pytest.mark.parametrize("cell", [1, 2])
 def test_a_run_goes_on_without_a_satellite_that_never_comes_back(world, cell):
     w = world(cells=3, faults=((60.0, "dead", cell),), long=300.0).run()
@@ -130,3 +144,14 @@ def test_a_satellite_that_never_enters_stays_in_rollout_and_a_core_halts_the_run
     assert [r.cell for r in w.kinds("barred")] == [0]
     assert w.policy.state.halted
     assert "trainer" in w.policy.state.halted
+
+
+def test_some_replacements_are_counted_and_some_declined_and_bursts_end_after_them(world):
+    kinds = {"replaced": 0, "replace_declined": 0}
+    for seed in range(10):
+        w = world(seed=seed, replacing=0.3, slow=60.0, settings={"capacity": 4}).run()
+        assert w.closed == w.steps
+        assert len(w.kinds("burst_ended")) >= w.bursts
+        for kind in kinds:
+            kinds[kind] += len(w.kinds(kind))
+    assert min(kinds.values()) > 0, kinds

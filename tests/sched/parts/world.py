@@ -59,6 +59,7 @@ class World:
     faults: tuple[tuple[float, str, int], ...] = ()  # (at, kind, cell or proxy)
     settings: dict[str, Any] = field(default_factory=dict)
     reports_ready: bool = True  # whether the feed says how many batches are ready
+    replacing: float = 0.0  # share of executions that have no result: seen at their end, or when they are scored
 
     def __post_init__(self) -> None:
         self.config = SchedConfig(**{"cells": self.cells, "heartbeat": 2.0, **self.settings})
@@ -71,6 +72,8 @@ class World:
         self.agents = [Agent(i) for i in range(self.cells)]
         self.roles = dict.fromkeys(range(self.cells), Role.STARTING)
         self.dispatched = self.terminated = 0  # as told to the policy
+        self.ended: set[str] = set()
+        self.replaced = 0
         self.version = 0
         self.open: int | None = None
         self.closed = 0
@@ -173,6 +176,14 @@ class World:
             assert n["w"] <= n["C_R"] - n["C_e"], "water"
             assert cell == 0 or self.roles[0] is Role.TRAINING, "the core goes first"
             assert n["d"] - n["f"] == n["w"]
+        elif record.kind == "replaced":
+            self.replaced += 1
+            self.dispatched += 1
+            if n["execution"] not in self.ended:
+                self.terminated += 1
+            elif any(r not in (Role.ROLLOUT, Role.STARTING, Role.FAILED) for r in self.roles.values()):
+                assert self.dispatched - self.terminated <= n["C_R"], "what stays routable covers it"
+            assert n["d"] - n["f"] == n["w"] == self.dispatched - self.terminated
         elif record.kind == "burst_granted":
             self.dispatched += n["executions"]
             self.bursts += 1
@@ -319,16 +330,34 @@ class World:
         self.later(self.some(self.long), lambda: self._terminate(execution, waiting, base))
 
     def _terminate(self, execution: str, waiting: list[str], base: int) -> None:
+        group = self.all_groups[base + int(execution.rstrip("r").split("-")[1]) // self.group_size]
+        if self.random.random() < self.replacing and self._replaced(execution):
+            self._dispatch(f"{execution}r", waiting, base)
+            return
+        self.ended.add(execution)
         self.send(p.Terminated(execution=execution))
         if self.random.random() < 0.2:
             self.terminated -= 1  # a repeated message counts once
             self.send(p.Terminated(execution=execution))
-        group = self.all_groups[base + int(execution.split("-")[1]) // self.group_size]
-        self.later(self.some(self.slow), lambda: self._submit(group))
+        self.later(self.some(self.slow), lambda: self._scored(execution, waiting, base, group))
         if waiting:
             self._dispatch(waiting.pop(0), waiting, base)
         elif self.policy.state.water == 0:
             self.later(0.5, self._ask)
+
+    def _scored(self, execution: str, waiting: list[str], base: int, group: Group) -> None:
+        if self.random.random() < self.replacing and self._replaced(execution):
+            self._dispatch(f"{execution}r", waiting, base)
+        else:
+            self._submit(group)
+
+    def _replaced(self, execution: str) -> bool:
+        message = p.Replace(execution=execution, by=f"{execution}r", burst=int(execution.split("-")[0]))
+        reply = self.send(message)
+        if isinstance(reply, p.Ack):
+            assert self.send(message) == p.Ack(), "said again, and counted once"
+            self._tell_backlog()
+        return isinstance(reply, p.Ack)
 
     # --- the feed and the trainers
 
@@ -392,7 +421,7 @@ class World:
                 micro_steps_left=left,
                 batches_closed=self.closed,
                 executions_trained=sum(g.members for g in finished if not g.excluded),
-                executions_excluded=sum(g.members for g in finished if g.excluded),
+                executions_excluded=sum(g.members for g in finished if g.excluded) + self.replaced,
                 batches_ready=(len(free) // self.groups + (left > 0)) if self.reports_ready else 0,
                 version=self.version,
             )
