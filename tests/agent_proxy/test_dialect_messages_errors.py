@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import anthropic
 import pytest
 
 from gyre_agent_proxy import keys
 from gyre_traj.log import read_log
-
-anthropic = pytest.importorskip("anthropic")
 
 BASH = {
     "name": "bash",

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 
-import pytest
+import anthropic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +20,6 @@ from gyre_agent_proxy.errors import BadRequest
 from gyre_agent_proxy.history import History
 from gyre_agent_proxy.roles import Roles
 from gyre_agent_proxy.template import CHATML
-
-anthropic = pytest.importorskip("anthropic")
 
 MANY = 10_000 if os.environ.get("GYRE_TEST_MANY") else 2_000
 HTTP = MANY if MANY == 10_000 else 400

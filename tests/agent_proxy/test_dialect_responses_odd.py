@@ -17,6 +17,7 @@ from gyre_agent_proxy.errors import BadRequest
 from gyre_agent_proxy.history import History
 from gyre_agent_proxy.roles import Roles
 from gyre_agent_proxy.template import CHATML
+from gyre_agent_proxy.unfolding import Said
 
 ASK = [{"role": "user", "content": "hi"}]
 BASH = {
@@ -156,7 +157,7 @@ def test_thousands_of_odd_requests(renderers, talk):
         whole = msgspec.json.decode(msgspec.json.encode(responses.answer(reply, request, request.model)))
         assert {*Response.model_fields} - {"conversation", "prompt", "prompt_cache_retention"} <= set(whole)
         encoder = responses.stream(opening, request)
-        raw = encoder.begin() + encoder.delta("a") + encoder.finish(reply, "b")
+        raw = encoder.begin() + encoder.reasoning("h") + encoder.finish(reply, Said("m", "ab"))
         talk.check([json.loads(b.split(b"\n")[1][6:]) for b in raw.strip().split(b"\n\n")])
         taken[1] += 1
 

@@ -24,7 +24,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     roles: str = "default"  # a role table (TOML), or the one that ships with the package
     engines: tuple[str, ...] = ()  # URLs, for use without a scheduler
     context: int = 0  # prompt + output tokens an engine takes; 0: engine.context_length, else what the model says
-    default_max_tokens: int = 4096  # for requests that name none; any limit is cut to what the context leaves
+    default_max_tokens: int = 32768  # for requests that name none; any limit is cut to what the context leaves
     temperature: float = 1.0  # for requests that name none
     top_p: float = 1.0  # for requests that name none
     media: str = "note"  # images and files for a text model: "note" puts a text in their place, "refuse" answers 400

@@ -8,9 +8,10 @@ from typing import Any
 
 from gyre_agent_proxy.conversation import Message
 from gyre_agent_proxy.errors import ModelError, RenderError
-from gyre_agent_proxy.parse import Parsed, as_json, cut_at_stop
+from gyre_agent_proxy.parse import Parsed
 from gyre_agent_proxy.render import Extension, Renderer, Tools
 from gyre_agent_proxy.template import as_dicts, protected
+from gyre_agent_proxy.unfolding import as_json, cut_at_stop
 from gyre_agent_proxy.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class PackagedRenderer:
     def __init__(self, made: Any, vocabulary: Vocabulary, kind: str, stop_ids: list[int]) -> None:
         self.vocabulary = vocabulary
         self.hash = f"renderers:{kind}"
-        self.plain = False
+        self.plain = False  # that package parses whole turns only
         self.shows_tools = True
         self._made = made
         self.stop_ids = tuple(dict.fromkeys([*made.get_stop_token_ids(), *stop_ids]))

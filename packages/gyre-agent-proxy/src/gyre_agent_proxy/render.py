@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gyre_agent_proxy.conversation import Message
 from gyre_agent_proxy.errors import ModelError
-from gyre_agent_proxy.parse import Parsed, cut_at_stop, parse
+from gyre_agent_proxy.parse import Parsed, parse
 from gyre_agent_proxy.template import Template, as_dicts, load_template, protected, read_json
 from gyre_agent_proxy.vocabulary import SENTINEL, Vocabulary
 
@@ -42,7 +42,7 @@ class Renderer(Protocol):
     vocabulary: Vocabulary
     stop_ids: tuple[int, ...]  # ids that end a turn
     hash: str  # of the template and its settings
-    plain: bool  # a turn's text is its decoded ids up to the markup `parse.settled` knows: it can be streamed
+    plain: bool  # a turn is what `parse` makes of its decoded ids, so it can be told as it unfolds
     shows_tools: bool  # the template mentions the tools on offer
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -138,8 +138,8 @@ class TemplateRenderer:
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Tools, stops: tuple[str, ...]) -> Parsed:
         ids = output[:-1] if len(output) and int(output[-1]) in self.stop_ids else output
-        text, _ = cut_at_stop(self.vocabulary.decode(ids), stops)
-        return parse(text, tools=bool(tools), thinking=self.thinking(prompt))
+        text = self.vocabulary.decode(ids)
+        return parse(text, tools=bool(tools), stops=stops, thinking=self.thinking(prompt))
 
 
 def load_renderer(path: str | Path, kind: str = "auto", name: str = "") -> Renderer:

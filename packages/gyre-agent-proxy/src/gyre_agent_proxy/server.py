@@ -25,10 +25,10 @@ from gyre_agent_proxy.dialects import chat, messages, responses
 from gyre_agent_proxy.dialects.base import Defaults, Dialect, Encoder, Opening
 from gyre_agent_proxy.errors import BadRequest, EngineError, ProxyError, Unauthorized
 from gyre_agent_proxy.keys import execution_of
-from gyre_agent_proxy.parse import settled
 from gyre_agent_proxy.render import Renderer
 from gyre_agent_proxy.service import Service
 from gyre_agent_proxy.text import GrowingText
+from gyre_agent_proxy.unfolding import Said, Unfolding
 
 log = logging.getLogger(__name__)
 
@@ -118,36 +118,31 @@ class Server:
                 **_names(attempt),
             }
         )
-        text = GrowingText(self._renderer.vocabulary, self._renderer.stop_ids)
-        asked, sent, seen = attempt.request, "", 0
-        thinking = attempt.thinking or not self._renderer.plain
+        loop, seen, telling = asyncio.get_running_loop(), 0, _Telling(attempt, self._renderer)
         async with self._delivery(execution, attempt):
             await response.prepare(request)
             if head := encoder.begin():
                 await response.write(head)
+            due = loop.time() + self._keepalive
             while not attempt.reply.done():
-                if not await attempt.changed(seen, self._keepalive):
-                    await response.write(encoder.keepalive)
-                    continue
-                if (seen := len(attempt.ids)) and not attempt.reply.done():
-                    whole = settled(
-                        text.feed(attempt.ids),
-                        asked.sampling.stop,
-                        tools=bool(asked.conversation.tools),
-                        thinking=thinking,
-                    )
-                    if len(whole) > len(sent):
-                        await response.write(encoder.delta(whole[len(sent) :]))
-                        sent = whole
+                grew = await attempt.changed(seen, max(0.0, due - loop.time()))
+                if attempt.reply.done():
+                    break
+                seen, said = len(attempt.ids), telling.more()
+                out = encoder.reasoning(said.reasoning) if said.reasoning else b""
+                out += encoder.delta(said.text) if said.text else b""
+                if not out and (not grew or loop.time() >= due):  # much may be sampled that cannot be sent yet
+                    out = encoder.keepalive
+                if out:
+                    await response.write(out)
+                    due = loop.time() + self._keepalive
             error = attempt.reply.exception()
             if isinstance(error, ProxyError):
                 self._service.metrics.add("calls_failed")
                 await response.write(encoder.failure(error))
             else:
                 reply: Reply = attempt.reply.result()
-                if not reply.text.startswith(sent):
-                    log.error("call %s: the text streamed is not the beginning of the answer", attempt.call)
-                await response.write(encoder.finish(reply, reply.text[len(sent) :]))
+                await response.write(encoder.finish(reply, telling.rest(reply)))
             await response.write_eof()
         return response
 
@@ -194,6 +189,34 @@ class Server:
         failing = self._service.failing(name)  # before: what is still open fails by being closed
         calls = await self._service.close(name)
         return web.json_response({"execution": name, "calls": calls, "failing": failing})
+
+
+class _Telling:
+    """What one connection is told of an answer while it is sampled: each part once, whenever it began to listen."""
+
+    def __init__(self, attempt: Attempt, renderer: Renderer) -> None:
+        asked = attempt.request
+        self._attempt = attempt
+        self._plain = renderer.plain
+        self._text = GrowingText(renderer.vocabulary, renderer.stop_ids)
+        self._turn = Unfolding(
+            tools=bool(asked.conversation.tools), stops=asked.sampling.stop, thinking=attempt.thinking
+        )
+        self._told: list[Said] = []
+
+    def more(self) -> Said:
+        """What is sure by now and was not told yet; a turn that only its renderer can read is told at the end."""
+        said = self._turn.feed(self._text.feed(self._attempt.ids)) if self._plain else Said()
+        if any(said):
+            self._told.append(said)
+        return said
+
+    def rest(self, reply: Reply) -> Said:
+        """What was not told of the whole answer."""
+        reasoning, text = ("".join(parts) for parts in zip(Said(), *self._told, strict=True))
+        if not ((reply.reasoning or "").startswith(reasoning) and reply.text.startswith(text)):
+            log.error("call %s: what was streamed is not the beginning of the answer", self._attempt.call)
+        return Said((reply.reasoning or "")[len(reasoning) :], reply.text[len(text) :])
 
 
 def _anthropic(request: web.Request) -> bool:

@@ -17,6 +17,7 @@ from gyre_agent_proxy.errors import ModelError
 
 MARK = "\U0010fffd"  # the last private-use code points: never in a rendered prompt
 SENTINEL = "\U0010fffc"  # stands for a turn's sampled text where a template is rendered around it
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _RESERVED = re.compile(f"[{MARK}{SENTINEL}\ud800-\udfff]")  # half a surrogate pair is no text
 
 
@@ -94,6 +95,10 @@ class Vocabulary:
         """The id of the first added token in `text`."""
         match = self._find.search(text) if self._find else None
         return self.special[match[0]] if match else None
+
+    def is_byte(self, token: int) -> bool:
+        """Whether `token` is one byte of a tokenizer that spells by bytes what it has no token for."""
+        return _BYTE.fullmatch(self.piece(token) or "") is not None
 
     def piece(self, token: int) -> str | None:
         """The vocabulary entry of any id, or None for an id the tokenizer does not know."""

@@ -13,6 +13,7 @@ import msgspec
 
 from gyre_agent_proxy.conversation import Reply, Request
 from gyre_agent_proxy.errors import BadRequest, ProxyError
+from gyre_agent_proxy.unfolding import Said
 
 # An escaped backslash, a whole pair, or (the group) half of one.
 _SURROGATES = re.compile(rb"\\\\|\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-F]\w\w)")
@@ -21,7 +22,7 @@ _SURROGATES = re.compile(rb"\\\\|\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD]
 class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling for requests that leave it open."""
 
-    max_tokens: int = 4096
+    max_tokens: int = 32768
     temperature: float = 1.0
     top_p: float = 1.0
     media: str = (
@@ -39,7 +40,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Encoder(Protocol):
-    """Encodes one answer as server-sent events: begin, deltas, then finish or failure."""
+    """Encodes one answer as server-sent events: begin, reasoning and then text as they come, then finish or failure."""
 
     @property
     def keepalive(self) -> bytes:
@@ -50,12 +51,16 @@ class Encoder(Protocol):
         """What precedes all deltas."""
         ...
 
+    def reasoning(self, text: str) -> bytes:
+        """More reasoning; none comes after text."""
+        ...
+
     def delta(self, text: str) -> bytes:
         """More text."""
         ...
 
-    def finish(self, reply: Reply, rest: str) -> bytes:
-        """The end; `rest` is the text not sent yet."""
+    def finish(self, reply: Reply, rest: Said) -> bytes:
+        """The end; `rest` is what was not sent yet."""
         ...
 
     def failure(self, error: ProxyError) -> bytes:

@@ -11,6 +11,7 @@ from gyre_agent_proxy.conversation import Conversation, Message, Reply, Request,
 from gyre_agent_proxy.dialects.base import Body, Defaults, Opening, decode_object, digest_of, event
 from gyre_agent_proxy.dialects.parts import Parts
 from gyre_agent_proxy.errors import BadRequest, ProxyError
+from gyre_agent_proxy.unfolding import Said
 
 name = "chat"
 
@@ -173,17 +174,19 @@ class Stream:
         """Nothing: the role comes with the first delta."""
         return b""
 
+    def reasoning(self, text: str) -> bytes:
+        """More reasoning."""
+        return self._chunk({"reasoning_content": text})
+
     def delta(self, text: str) -> bytes:
         """More text."""
         return self._chunk({"content": text})
 
-    def finish(self, reply: Reply, rest: str) -> bytes:
-        """The end: `rest` is the text not sent yet."""
-        found = b""
-        if reply.reasoning is not None:
-            found += self._chunk({"reasoning_content": reply.reasoning})
-        if rest or not self._begun:
-            found += self._chunk({"content": rest})
+    def finish(self, reply: Reply, rest: Said) -> bytes:
+        """The end: `rest` is what was not sent yet."""
+        found = self.reasoning(rest.reasoning) if rest.reasoning else b""
+        if rest.text or not self._begun:
+            found += self.delta(rest.text)
         for i, call in enumerate(_tool_calls(reply)):
             found += self._chunk({"tool_calls": [{"index": i, **call}]})
         found += self._chunk({}, reply.finish)

@@ -23,6 +23,7 @@ from gyre_agent_proxy.conversation import Conversation, Reply, Request, Sampling
 from gyre_agent_proxy.dialects.base import Body, Defaults, Opening, decode_object, event, whole
 from gyre_agent_proxy.dialects.turns import Turns, blocks_of
 from gyre_agent_proxy.errors import BadRequest, NoEngine, ProxyError, TooBusy, TooLong
+from gyre_agent_proxy.unfolding import Said
 
 name = "messages"
 
@@ -206,8 +207,14 @@ class Stream:
         message = _message(opening.call, opening.model, [], _usage(opening.prompt_tokens, 0, 0))
         return _event("message_start", message=message) + _PING
 
+    def reasoning(self, text: str) -> bytes:
+        """More reasoning, in the thinking block."""
+        self._quiet = 0
+        found = b"" if self._open == "thinking" else self._end() + self._think()
+        return found + self._delta({"type": "thinking_delta", "thinking": text})
+
     def delta(self, text: str) -> bytes:
-        """More text."""
+        """More text; the thinking block has ended."""
         self._quiet = 0
         found = b""
         if self._open != "text":
@@ -215,14 +222,11 @@ class Stream:
             self._open, self._said = "text", True
         return found + self._delta({"type": "text_delta", "text": text})
 
-    def finish(self, reply: Reply, rest: str) -> bytes:
-        """The end: `rest` is the text not sent yet."""
-        found = b""
-        if reply.reasoning:
-            found += b"" if self._open == "thinking" else self._end() + self._think()
-            found += self._delta({"type": "thinking_delta", "thinking": reply.reasoning})
-        if rest or not (self._said or reply.reasoning or reply.calls):
-            found += self.delta(rest)
+    def finish(self, reply: Reply, rest: Said) -> bytes:
+        """The end: `rest` is what was not sent yet."""
+        found = self.reasoning(rest.reasoning) if rest.reasoning else b""
+        if rest.text or not (self._said or reply.reasoning or reply.calls):
+            found += self.delta(rest.text)
         found += self._end()
         for call in reply.calls:
             found += self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})

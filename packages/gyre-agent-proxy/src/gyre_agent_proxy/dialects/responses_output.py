@@ -10,7 +10,6 @@ one connection.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -19,6 +18,12 @@ from gyre_agent_proxy.conversation import Reply, Request
 from gyre_agent_proxy.dialects.base import Opening, event
 from gyre_agent_proxy.dialects.responses_tools import Offer
 from gyre_agent_proxy.errors import BadRequest, ProxyError
+from gyre_agent_proxy.unfolding import Said
+
+_ARGUMENTS = {  # of a call: the field that holds them, and how its events are named
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
 
 
 class Echo(msgspec.Struct, frozen=True):
@@ -73,28 +78,38 @@ def _finished(reply: Reply, echo: Echo, model: str, output: list[dict[str, Any]]
     )
 
 
-def _items(reply: Reply, echo: Echo, *, begun: bool = False) -> list[dict[str, Any]]:
-    """The output; `begun`: the message was begun on this connection before anything else."""
+def _items(reply: Reply, echo: Echo) -> list[dict[str, Any]]:
+    """The output."""
     found: list[dict[str, Any]] = []
-    if reply.reasoning is not None:
-        found.append(
-            {
-                "type": "reasoning",
-                "id": f"rs_{reply.call}",
-                "summary": [{"type": "summary_text", "text": reply.reasoning}],
-                "content": [{"type": "reasoning_text", "text": reply.reasoning}],
-                "encrypted_content": base64.b64encode(reply.call.encode()).decode() if echo.encrypted else None,
-                "status": "completed",
-            }
-        )
-    if begun or reply.text or not (reply.calls or found):
-        message = _message(reply.call, [_text_part(reply.text)], "completed")
-        found.insert(0 if begun else len(found), message)
+    if reply.reasoning:
+        found.append(_reasoning(reply.call, reply.reasoning, echo))
+    if reply.text or not (reply.calls or found):
+        found.append(_message(reply.call, [_text_part(reply.text)], "completed"))
     for i, call in enumerate(reply.calls):
         found.append(echo.offer.item(call, f"{reply.call}{i or ''}", "completed"))
     if reply.finish == "length":
         found[-1]["status"] = "incomplete"
     return found
+
+
+def _reasoning(call: str, text: str, echo: Echo) -> dict[str, Any]:
+    """Reasoning, both as its own summary and as content: harnesses show the one or the other."""
+    return {
+        "type": "reasoning",
+        "id": f"rs_{call}",
+        "summary": [_summary_part(text)],
+        "content": [_reasoning_part(text)],
+        "encrypted_content": base64.b64encode(call.encode()).decode() if echo.encrypted else None,
+        "status": "completed",
+    }
+
+
+def _summary_part(text: str) -> dict[str, Any]:
+    return {"type": "summary_text", "text": text}
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _message(call: str, content: list[dict[str, Any]], status: str) -> dict[str, Any]:
@@ -112,7 +127,9 @@ class Stream:
         self._opening = opening
         self._echo: Echo = request.echo
         self._next = 0  # sequence number
-        self._text = False  # the message's first delta was sent
+        self._done = 0  # items that have ended
+        self._open = ""  # reasoning | message: the item that goes on
+        self._thought: list[str] = []  # the reasoning sent so far
 
     @property
     def keepalive(self) -> bytes:
@@ -126,21 +143,39 @@ class Stream:
             "response.in_progress", response=response
         )
 
-    def delta(self, text: str) -> bytes:
-        """More text."""
-        found = b""
-        if not self._text:
-            self._text = True
-            found = self._open(0, _message(self._opening.call, [], "in_progress"))
-            found += self._part(0, f"msg_{self._opening.call}", "added", _text_part(""))
-        return found + self._said(0, f"msg_{self._opening.call}", text)
+    def reasoning(self, text: str) -> bytes:
+        """More reasoning."""
+        call, found = self._opening.call, b""
+        summary, content = self._at(f"rs_{call}", summary_index=0), self._at(f"rs_{call}", content_index=0)
+        if self._open != "reasoning":
+            empty: dict[str, Any] = {"status": "in_progress", "summary": [], "content": [], "encrypted_content": None}
+            found = self._added(_reasoning(call, "", self._echo) | empty)
+            found += self._event("response.reasoning_summary_part.added", **summary, part=_summary_part(""))
+            found += self._event("response.content_part.added", **content, part=_reasoning_part(""))
+        self._thought.append(text)
+        found += self._event("response.reasoning_summary_text.delta", **summary, delta=text)
+        return found + self._event("response.reasoning_text.delta", **content, delta=text)
 
-    def finish(self, reply: Reply, rest: str) -> bytes:
-        """The end: `rest` is the text not sent yet."""
-        items = _items(reply, self._echo, begun=self._text)
-        found = b""
-        for i, item in enumerate(items):
-            found += b"".join(self._item(i, item, rest))
+    def delta(self, text: str) -> bytes:
+        """More text; the reasoning has ended."""
+        call, found = self._opening.call, b""
+        if self._open == "reasoning":
+            found = self._ended(_reasoning(call, "".join(self._thought), self._echo))
+        if self._open != "message":
+            found += self._begun(_message(call, [], "in_progress"))
+        at = self._at(f"msg_{call}", content_index=0)
+        return found + self._event("response.output_text.delta", **at, delta=text, logprobs=[])
+
+    def finish(self, reply: Reply, rest: Said) -> bytes:
+        """The end: `rest` is what was not sent yet."""
+        found = self.reasoning(rest.reasoning) if rest.reasoning else b""
+        if rest.text:
+            found += self.delta(rest.text)
+        items = _items(reply, self._echo)
+        for item in items[self._done :]:
+            if item["type"] != self._open:
+                found += self._begun(item)
+            found += self._ended(item)
         final = _finished(reply, self._echo, self._opening.model, items)
         return found + self._event(f"response.{final['status']}", response=final)
 
@@ -153,62 +188,50 @@ class Stream:
         opening = self._opening
         return response_object(opening.call, opening.created, opening.model, self._echo, status, [], **more)
 
-    def _item(self, index: int, item: dict[str, Any], rest: str) -> Iterator[bytes]:
+    def _begun(self, item: dict[str, Any]) -> bytes:
+        """The beginning of an item other than reasoning; of a call, with all its arguments."""
         key = item["id"]
         match item["type"]:
             case "message":
-                (part,) = item["content"]
-                if not self._text:
-                    yield self._open(index, item | {"status": "in_progress", "content": []})
-                    yield self._part(index, key, "added", _text_part(""))
-                if rest:
-                    yield self._said(index, key, rest)
-                at = {"item_id": key, "output_index": index, "content_index": 0}
-                yield self._event("response.output_text.done", **at, text=part["text"], logprobs=[])
-                yield self._part(index, key, "done", part)
+                found = self._added(item | {"status": "in_progress", "content": []})
+                at = self._at(key, content_index=0)
+                return found + self._event("response.content_part.added", **at, part=_text_part(""))
+            case "function_call" | "custom_tool_call" as kind:
+                field, name = _ARGUMENTS[kind]
+                found = self._added(item | {"status": "in_progress", field: ""})
+                return found + self._event(f"response.{name}.delta", **self._at(key), delta=item[field])
+        return self._added(item | {"status": "in_progress"})
+
+    def _ended(self, item: dict[str, Any]) -> bytes:
+        """The end of the item that goes on."""
+        key, found = item["id"], b""
+        match item["type"]:
+            case "message":
+                (part,), at = item["content"], self._at(key, content_index=0)
+                found += self._event("response.output_text.done", **at, text=part["text"], logprobs=[])
+                found += self._event("response.content_part.done", **at, part=part)
             case "reasoning":
-                empty = item | {"status": "in_progress", "summary": [], "content": [], "encrypted_content": None}
-                yield self._open(index, empty)
-                yield from self._thought(index, item)
-            case "function_call":
-                yield self._open(index, item | {"status": "in_progress", "arguments": ""})
-                yield from self._argument(index, item, "function_call_arguments", "arguments", name=item["name"])
-            case "custom_tool_call":
-                yield self._open(index, item | {"status": "in_progress", "input": ""})
-                yield from self._argument(index, item, "custom_tool_call_input", "input")
-            case _:
-                yield self._open(index, item | {"status": "in_progress"})
-        yield self._event("response.output_item.done", output_index=index, item=item)
+                (part,), at = item["summary"], self._at(key, summary_index=0)
+                found += self._event("response.reasoning_summary_text.done", **at, text=part["text"])
+                found += self._event("response.reasoning_summary_part.done", **at, part=part)
+                (part,), at = item["content"], self._at(key, content_index=0)
+                found += self._event("response.reasoning_text.done", **at, text=part["text"])
+                found += self._event("response.content_part.done", **at, part=part)
+            case "function_call" | "custom_tool_call" as kind:
+                field, name = _ARGUMENTS[kind]
+                more = {"name": item["name"]} if kind == "function_call" else {}
+                found += self._event(f"response.{name}.done", **self._at(key), **{field: item[field]}, **more)
+        found += self._event("response.output_item.done", output_index=self._done, item=item)
+        self._open, self._done = "", self._done + 1
+        return found
 
-    def _thought(self, index: int, item: dict[str, Any]) -> Iterator[bytes]:
-        """Reasoning, both as its own summary and as content: harnesses show the one or the other."""
-        (summary,), (content,) = item["summary"], item["content"]
-        at: dict[str, Any] = {"item_id": item["id"], "output_index": index, "summary_index": 0}
-        kind = "response.reasoning_summary"
-        yield self._event(f"{kind}_part.added", **at, part=summary | {"text": ""})
-        yield self._event(f"{kind}_text.delta", **at, delta=summary["text"])
-        yield self._event(f"{kind}_text.done", **at, text=summary["text"])
-        yield self._event(f"{kind}_part.done", **at, part=summary)
-        at = {"item_id": item["id"], "output_index": index, "content_index": 0}
-        yield self._part(index, item["id"], "added", content | {"text": ""})
-        yield self._event("response.reasoning_text.delta", **at, delta=content["text"])
-        yield self._event("response.reasoning_text.done", **at, text=content["text"])
-        yield self._part(index, item["id"], "done", content)
+    def _added(self, item: dict[str, Any]) -> bytes:
+        self._open = item["type"]
+        return self._event("response.output_item.added", output_index=self._done, item=item)
 
-    def _argument(self, index: int, item: dict[str, Any], kind: str, field: str, **more: Any) -> Iterator[bytes]:
-        at = {"item_id": item["id"], "output_index": index}
-        yield self._event(f"response.{kind}.delta", **at, delta=item[field])
-        yield self._event(f"response.{kind}.done", **at, **{field: item[field]}, **more)
-
-    def _open(self, index: int, item: dict[str, Any]) -> bytes:
-        return self._event("response.output_item.added", output_index=index, item=item)
-
-    def _part(self, index: int, key: str, what: str, part: dict[str, Any]) -> bytes:
-        return self._event(f"response.content_part.{what}", item_id=key, output_index=index, content_index=0, part=part)
-
-    def _said(self, index: int, key: str, text: str) -> bytes:
-        at = {"item_id": key, "output_index": index, "content_index": 0}
-        return self._event("response.output_text.delta", **at, delta=text, logprobs=[])
+    def _at(self, key: str, **index: int) -> dict[str, Any]:
+        """Where in the output: item `key`, the one that goes on, and in it the summary or content of that index."""
+        return {"item_id": key, "output_index": self._done, **index}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._next = self._next, self._next + 1
