@@ -461,6 +461,10 @@ async def test_a_program_that_is_not_there_and_a_sandbox_that_cannot_be_made(pro
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'bwrap: Creating new namespace failed: no space left' >&2\nexit 1\n")
     broken.chmod(0o755)
+    said = "print('what it does'); print('bwrap: no'); raise SystemExit(1)"
+    project.log.unlink()
+    assert (await project.end(said))[0].why == "exit 1", "its own words"
+    project.log.unlink()
     project.sandbox = msgspec.structs.replace(project.sandbox, bwrap=str(broken))
     with pytest.raises(ProcessError, match="sandbox could not be made"):
         await finish(await project.start("print('never')"), 60.0)

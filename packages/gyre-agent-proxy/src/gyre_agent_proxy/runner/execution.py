@@ -208,9 +208,17 @@ async def finish(child: Child, budget: float) -> End:
         pass
     finally:
         await child.stop(_STOP_GRACE)
-    tail = child.tail(2) if code in (_NOT_STARTED, FAILED[0]) else ""
-    if code == _NOT_STARTED and any(word in tail for word in _CANNOT):
-        raise HarnessError(f"the harness command cannot be executed; correct runner.harness; {tail}")
-    if code == FAILED[0] and tail.splitlines()[-1].startswith(FAILED[1]):
-        raise ProcessError(f"the sandbox could not be made: {tail}")
+    if code == _NOT_STARTED and any(word in child.tail(2) for word in _CANNOT):
+        raise HarnessError(f"the harness command cannot be executed; correct runner.harness; {child.tail(2)}")
+    if code == FAILED[0] and _begins(child.log, FAILED[1]):
+        raise ProcessError(f"the sandbox could not be made; {child.tail(2)}")
     return End(why="budget" if code is None else f"exit {code}", code=code, seconds=time.monotonic() - began)
+
+
+def _begins(log: Path, word: bytes) -> bool:
+    """Whether nothing was printed before `word`: a harness may print the same, but hardly first of all."""
+    try:
+        with log.open("rb") as f:
+            return f.read(len(word)) == word
+    except OSError:
+        return False

@@ -30,7 +30,7 @@ from gyre_agent_proxy.runner.errors import SandboxError
 log = logging.getLogger(__name__)
 
 NOBODY = 65534  # whom root becomes
-FAILED = 1, "bwrap: "  # exit code and beginning of the last line when the sandbox could not be made
+FAILED = 1, b"bwrap: "  # exit code and first word of the output when the sandbox could not be made
 _PROBE = 30.0  # seconds
 _ENTER, _PROXY = "/run/gyre/enter.py", "/run/gyre/proxy"
 _INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap)"
@@ -130,7 +130,12 @@ async def find(config: RunnerConfig, *, base_url: str = "", socket: Path | None 
         made = Sandbox(bwrap=bwrap, uid=uid, read=read, network=network, port=port, socket=socket)
         if not (problem := await asyncio.to_thread(_try, made)):
             if network and config.sandbox_network != "host":
-                log.warning("harnesses share this machine's network: the proxy's unix socket %s is not there", socket)
+                log.warning(
+                    "harnesses share this machine's network: the proxy at %r is not on its loopback, or does not "
+                    "listen on the unix socket %s; see proxy.socket",
+                    base_url,
+                    socket,
+                )
             return made
         remedy = _ALLOW
     if config.sandbox == "bubblewrap":
@@ -196,7 +201,7 @@ def _try(sandbox: Sandbox) -> str:
 
 def _local_port(url: str) -> int:
     host, _, port = url.removeprefix("http://").partition(":")
-    return int(port) if host in ("127.0.0.1", "localhost") and port.isdigit() else 0
+    return int(port) if host in ("127.0.0.1", "localhost", "0.0.0.0") and port.isdigit() else 0  # noqa: S104
 
 
 def _namespaces(*, user: bool, network: bool) -> list[str]:
