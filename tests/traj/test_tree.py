@@ -266,7 +266,6 @@ BROKEN = {
     "log-probabilities of other length": ({"logprobs": pack_logprobs([-1, -1])}, "2 log-probabilities"),
     "half a token": ({"output": b"abc"}, "4 bytes each"),
     "span outside": ({"versions": (Span(0, 0, 2),)}, "reach outside"),
-    "version that no array holds": ({"versions": (Span(1 << 31, 0, 1),)}, "below 2\\^31"),
     "no prompt": ({"prompt": b""}, "empty prompt"),
 }
 
@@ -313,3 +312,10 @@ def test_a_node_outlives_its_tree_with_its_path_and_without_its_children(story) 
     assert story.text(np.concatenate([node.ids for node in leaf.path()])) == "sys task one two result done"
     with pytest.raises(AttributeError, match="children"):
         _ = root.children
+
+
+def test_a_version_that_no_array_holds_is_not_known(story) -> None:
+    story.call("a", "sys", "one two", version=1 << 31)
+    tree = story.tree()
+    assert tree.end("a").versions().tolist() == [-1, -1]
+    assert select(tree, 1, seed=0).trajectories[0].version.tolist() == [-1, -1, -1]

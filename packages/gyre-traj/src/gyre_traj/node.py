@@ -55,7 +55,8 @@ class Node:
         """Weights that sampled each token [n]; -1 where not sampled or not known."""
         version = np.full(len(self.ids), -1, dtype=np.int32)
         for span in self.call.versions if self.call else ():
-            version[max(0, span.start - self.offset) : max(0, span.end - self.offset)] = span.version
+            known = span.version if 0 <= span.version < 1 << 31 else -1
+            version[max(0, span.start - self.offset) : max(0, span.end - self.offset)] = known
         return version
 
     def path(self) -> tuple[Node, ...]:

@@ -111,4 +111,4 @@ def _versions(node: Node) -> tuple[Span, ...]:
             before = [Span(s.version, s.start, min(s.end, start)) for s in spans if s.start < start]
             after = [Span(s.version, max(s.start, end), s.end) for s in spans if s.end > end]
             spans = [*before, Span(span.version, start, end), *after]
-    return tuple(span for span in spans if span.version >= 0)
+    return tuple(span for span in spans if 0 <= span.version < 1 << 31)

@@ -185,8 +185,6 @@ class Tree:
             )
         if any(not 0 <= span.start <= span.end <= size for span in call.versions):
             raise BrokenCall(f"{name}: version spans {call.versions!r} reach outside its {size} output ids")
-        if any(span.version >= 1 << 31 for span in call.versions):
-            raise BrokenCall(f"{name}: expected versions below 2^31, got {call.versions!r:.80}")
         if not prefix and not call.prompt:
             raise BrokenCall(f"{name} has an empty prompt; nothing could have predicted its first token")
         return prefix + len(call.prompt) // 4, generation
