@@ -57,6 +57,7 @@ capacity = {GROUPS * SIZE}
 [engine]
 context_length = 1024
 max_running = 16
+incremental = false  # so that the engines' own logs hold whole answers, and can be the witness
 args = ["--log-requests", "--log-requests-level", "3", "--log-requests-format", "json"]
 [feed]
 tokens = 128

@@ -31,7 +31,7 @@ from gyre_agent_proxy.engines import EngineState, Pool
 from gyre_agent_proxy.errors import EngineError, EngineRefused, NoEngine
 from gyre_agent_proxy.metrics import Metrics
 from gyre_agent_proxy.output import Output
-from gyre_agent_proxy.stream import Reader, StreamError, version_number
+from gyre_agent_proxy.stream import Reader, StreamError, Versions, version_number
 from gyre_agent_proxy.vocabulary import Vocabulary
 from gyre_traj.records import Attempt, Span
 
@@ -198,7 +198,8 @@ class Generation:
 
     async def _read(self, state: EngineState, rid: str, base: int) -> str:
         out, reader, default = self.output, Reader(), state.route.version
-        spans, noted = list(out.versions), ()
+        spans = list(out.versions)
+        noted: Versions = ()
         left = self._sampling.max_tokens - base
         events = self._e.client.generate(
             state.route.url, rid, self._prompt + out.ids, self._sampling, left, fresh=base == 0

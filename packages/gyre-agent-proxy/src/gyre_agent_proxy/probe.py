@@ -15,7 +15,7 @@ import aiohttp
 from gyre_agent_proxy.client import EngineClient
 from gyre_agent_proxy.conversation import Sampling
 from gyre_agent_proxy.errors import EngineRefused, UnfitEngine
-from gyre_agent_proxy.stream import Reader, StreamError
+from gyre_agent_proxy.stream import Reader, StreamError, Versions
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ async def probe(client: EngineClient, url: str, prompt: Sequence[int], deadline:
     """
     reader, ids, logprobs = Reader(), 0, True
     rid = f"gyre-probe-{uuid.uuid4().hex}"
-    versions: list[tuple[str, int, int]] = []
+    versions: Versions = ()
     sampling = Sampling(max_tokens=_TOKENS)
     try:
         async with asyncio.timeout(deadline):

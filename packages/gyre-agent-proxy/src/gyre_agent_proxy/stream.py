@@ -36,6 +36,9 @@ class Events:
                 yield line[5:].strip()
 
 
+Versions = tuple[tuple[str, int, int], ...]  # (version, start, end): which weights sampled which output tokens
+
+
 class Meta(msgspec.Struct):
     """An event's `meta_info`, as far as it is read."""
 
@@ -61,7 +64,7 @@ class Piece(msgspec.Struct):
     ids: list[int]
     logprobs: list[float] | None  # None: not (all) there
     finish: dict[str, Any] | None
-    versions: tuple[tuple[str, int, int], ...]  # of this request's output so far: (version, start, end)
+    versions: Versions  # of this request's output so far
     cached: int
 
 
@@ -70,7 +73,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.count = 0  # output tokens so far
-        self._versions: tuple[tuple[str, int, int], ...] = ()
+        self._versions: Versions = ()
 
     def read(self, event: Event) -> Piece:
         """Return what `event` adds. Raises `StreamError`."""
@@ -100,7 +103,7 @@ class Reader:
         self.count = total
         return Piece(new, logprobs, finish, self._noted(meta, total), meta.cached_tokens or 0)
 
-    def _noted(self, meta: Meta, total: int) -> tuple[tuple[str, int, int], ...]:
+    def _noted(self, meta: Meta, total: int) -> Versions:
         """Which weights sampled which tokens: the engine's spans (it sends them at the end), until then its label."""
         if meta.weight_versions:
             self._versions = tuple(

@@ -20,6 +20,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mem_fraction: float = 0.0  # of GPU memory, for weights and KV pool; 0: SGLang's choice
     tensor_parallel: int = 1  # GPUs of a cell
     threads: int = 1  # CPU threads of the model's forward pass
+    incremental: bool = True  # events of a stream hold what is new; cumulative ones cost the square of a long answer
     args: tuple[str, ...] = ()  # further arguments of sglang.launch_server
     log_level: str = "info"
     start_timeout: float = 300.0  # until the server is healthy

@@ -66,9 +66,9 @@ def command(
     argv = [sys.executable, *(["-m", "sglang.launch_server"] if cuda else [str(_CPU / "serve.py")])]
     argv += ["--model-path", str(model), "--host", config.host, "--port", str(port)]
     argv += ["--weight-version", "0", "--dtype", config.dtype, "--max-running-requests", str(config.max_running)]
-    # Each event holds what is new; cumulative ones cost the square of a long answer.
-    argv += ["--incremental-streaming-output"]
     argv += ["--skip-server-warmup", "--log-level", config.log_level, "--log-level-http", "warning"]
+    if config.incremental:
+        argv += ["--incremental-streaming-output"]
     if config.context_length:
         argv += ["--context-length", str(config.context_length)]
     if config.max_tokens:
