@@ -219,18 +219,19 @@ class Fence:
         return [*found, "NO_PROXY=127.0.0.1,localhost", "no_proxy=127.0.0.1,localhost"]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        method, target, _ = head.split(maxsplit=2)
-        host, _, port = target.rpartition(":")
         try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            method, target, _ = head.split(maxsplit=2)
+            host, _, port = target.rpartition(":")
             if method != "CONNECT" or host != "127.0.0.1":
-                self.outside.append(f"{method} {target}")
+                if method == "CONNECT" or "://" in target:  # what asks for a path has not come to a proxy
+                    self.outside.append(f"{method} {target}")
                 writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                 return
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
             writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
             await asyncio.gather(self._pipe(reader, far_writer), self._pipe(far_reader, writer))
-        except ConnectionError:
+        except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
             writer.close()
