@@ -9,6 +9,7 @@ from gyre_agent_proxy.errors import ModelError, RenderError
 from gyre_agent_proxy.render import load_renderer
 from gyre_agent_proxy.template import CHATML
 from gyre_agent_proxy.text import GrowingText
+from gyre_agent_proxy.vocabulary import Vocabulary
 
 
 def user(text):
@@ -167,6 +168,24 @@ def test_growing_text_is_the_text_of_all_ids(renderers):
         text += growing.feed(ids[:n])
         assert vocabulary.decode(ids[:n]).startswith(text)
     assert text == vocabulary.decode(ids)
+
+
+def test_bytes_that_stand_for_characters_are_given_out_when_their_run_is_over(tmp_path):
+    """One that is cut short spoils the characters before it."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocab = {"a": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = Vocabulary(tmp_path)
+    for text in ("a漢字a", "漢", "ü🎉aü"):
+        whole = [0 if c == b"a" else c[0] + 1 for c in (bytes([b]) for b in text.encode())]
+        growing, given = GrowingText(vocabulary), ""
+        for n in range(len(whole) + 1):
+            given += growing.feed(whole[:n])
+            assert vocabulary.decode(whole[:n]).startswith(given)
+    assert given == "ü🎉a"
 
 
 @pytest.mark.parametrize(

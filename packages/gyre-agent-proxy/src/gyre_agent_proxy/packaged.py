@@ -1,4 +1,7 @@
-"""Renderers of the `renderers` package, for the models it knows by hand; imported only when one is asked for (2 s)."""
+"""Renderers of the `renderers` package, for the models it knows by hand; imported only when one is asked for (2 s).
+
+That package reads whole turns only, so their reasoning and text are not streamed: they come at the end, in one piece.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ class PackagedRenderer:
     def __init__(self, made: Any, vocabulary: Vocabulary, kind: str, stop_ids: list[int]) -> None:
         self.vocabulary = vocabulary
         self.hash = f"renderers:{kind}"
-        self.plain = False  # that package parses whole turns only
+        self.plain = False
         self.shows_tools = True
         self._made = made
         self.stop_ids = tuple(dict.fromkeys([*made.get_stop_token_ids(), *stop_ids]))

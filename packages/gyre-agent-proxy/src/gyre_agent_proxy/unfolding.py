@@ -41,7 +41,7 @@ class Unfolding:
         self._tools = tools
         self._stops = stops
         self._stopped = False
-        self._raw = ""  # may begin a stop string
+        self._raw = ""  # may begin a stop string, or does
         self._rest = ""  # may begin the markup that the phase looks for
         self._blank: list[str] = []  # white space before anything else
         self._call: list[str] = []  # the call that is being written
@@ -54,7 +54,7 @@ class Unfolding:
         if not self._stopped:
             raw = self._raw + text
             at, stop = _seek(raw, self._stops)
-            self._raw, self._stopped = "" if stop else raw[at:], bool(stop)
+            self._raw, self._stopped = raw[at:], bool(stop)
             self._take(raw[:at])
         return Said(self._reasoning.take(), self._text.take())
 
@@ -162,15 +162,15 @@ class _Trimmed:
 
 def _seek(text: str, marks: Sequence[str]) -> tuple[int, str]:
     """(where in `text` the first of `marks` stands or may begin, that mark: "" where it may only begin, or is not)."""
-    first = (len(text), True, "")
+    first = (len(text), "")
     for mark in marks:
         if (at := text.find(mark)) >= 0:
-            first = min(first, (at, False, mark))
+            first = min(first, (at, mark))
         for n in range(min(len(mark) - 1, len(text)), 0, -1):
             if text.endswith(mark[:n]):
-                first = min(first, (len(text) - n, True, ""))
+                first = min(first, (len(text) - n, ""))
                 break
-    return first[0], first[2]
+    return first
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
