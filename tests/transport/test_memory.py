@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from gyre_transport import reads, transfer
+from gyre_transport import memory, reads, transfer
 from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.errors import DataError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
 from gyre_transport.memory import Address, Descriptor, Shared, allocate, read, read_chunks, register
 
-KINDS = ("allocate", "register")
+KINDS = ("allocate", "allocate_shared", "register")
 SIZES = (0, 1, 15, 4096, 4097, (8 << 20) - 1, (8 << 20) + 1, 64 << 20)
 
 
@@ -39,7 +39,7 @@ def doomed(script):
 def test_reads_what_another_process_holds(owner, kind, nbytes):
     answer = owner.ask(kind, nbytes=nbytes, seed=nbytes)
     descriptor = decoded(answer)
-    assert descriptor.backend == {"allocate": "shm", "register": "process"}[kind]
+    assert isinstance(descriptor.location, Shared if kind == "allocate_shared" else Address)
     into = np.zeros(nbytes, np.uint8)
     read(descriptor, into, deadline=30)
     assert np.array_equal(into, pattern(nbytes, nbytes))
@@ -154,7 +154,7 @@ def test_a_region_that_goes_during_the_read_is_stale(doomed, kind, end, monkeypa
 
 
 def test_a_descriptor_whose_parts_were_forged_is_refused(owner):
-    descriptor = decoded(owner.ask("allocate", nbytes=100, seed=1))
+    descriptor = decoded(owner.ask("allocate_shared", nbytes=100, seed=1))
     here = msgspec.structs.replace(descriptor, endpoint=None)
     other = decoded(owner.ask("allocate", nbytes=100, seed=2))
     replace = msgspec.structs.replace
@@ -400,3 +400,14 @@ assert os.waitpid(child, 0)[1] == 0
 read(region.descriptor, bytearray(8), deadline=10)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_memory_is_private_where_readers_may_reach_it_and_shared_where_not(monkeypatch):
+    monkeypatch.setattr(memory, "allow_reads", lambda: False)
+    with allocate(8) as region:
+        assert isinstance(region.descriptor.location, Shared)
+        read(region.descriptor, bytearray(8), deadline=10)
+    monkeypatch.setattr(memory, "allow_reads", lambda: True)
+    with allocate(8) as region:
+        assert isinstance(region.descriptor.location, Address)
+        read(region.descriptor, bytearray(8), deadline=10)

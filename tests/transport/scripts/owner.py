@@ -6,8 +6,8 @@ python owner.py [PORT]      PORT: to serve reads over tcp at
 import ctypes
 import json
 import os
-import signal
 import sys
+import threading
 
 import msgspec
 import numpy as np
@@ -38,8 +38,8 @@ def share(region: Region) -> dict:
 
 def act(do: str, a: dict) -> object:
     match do:
-        case "allocate":
-            region = allocate(a["nbytes"])
+        case "allocate" | "allocate_shared":
+            region = allocate(a["nbytes"], shared=do == "allocate_shared")
             region.array()[:] = pattern(a["nbytes"], a["seed"])
             return share(region)
         case "register":
@@ -65,6 +65,9 @@ def act(do: str, a: dict) -> object:
                 "threads": len(os.listdir("/proc/self/task")),
                 "mapped": mapped,
             }
+        case "resident":
+            with open("/proc/self/statm") as statm:
+                return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
         case "publish":
             source = sources.setdefault(a["model"], SnapshotSource(a["model"]))
             manifest = source.publish(a["version"], tensors(a["version"], a["count"], a["size"]))
@@ -93,8 +96,14 @@ def act(do: str, a: dict) -> object:
             return None
         case "stall":  # begin a read, say so, and never go on
             descriptor = msgspec.msgpack.decode(bytes.fromhex(a["descriptor"]), type=Descriptor)
-            for channel in (ShmChannel, TcpChannel):
-                channel.complete = lambda _: (print("null", flush=True), signal.pause())
+            first = threading.Lock()  # of several streams one says so
+
+            def stall(_: object) -> None:
+                if first.acquire(blocking=False):
+                    print("null", flush=True)
+                threading.Event().wait()
+
+            ShmChannel.complete = TcpChannel.complete = stall
             read(descriptor, bytearray(descriptor.nbytes), deadline=600, via=a["via"])
             return None
         case "read":

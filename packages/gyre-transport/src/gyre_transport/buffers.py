@@ -6,14 +6,17 @@ objects of the buffer protocol. Everything else is refused: a copy made here wou
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import mmap
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from gyre_transport.errors import ShapeMismatch
+from gyre_transport.errors import DataError, ShapeMismatch
 
 # safetensors name -> (bytes an element, numpy type or None where numpy has none)
 DTYPES: dict[str, tuple[int, str | None]] = {
@@ -76,6 +79,23 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         """Length in bytes."""
         return self.bytes.nbytes
+
+
+def aligned(size: int) -> NDArray[np.uint8]:
+    """Room for a read: `size` zero bytes, aligned to a page, in huge pages where the kernel has them.
+
+    The kernel's copies are up to twice as fast when source and destination are aligned alike, and what `allocate` makes
+    begins at a page; numpy's own memory begins 16 bytes after one. Raises `DataError` when memory is short.
+    """
+    if size == 0:
+        return np.empty(0, np.uint8)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as e:
+        raise DataError(f"cannot allocate {size:,} bytes: {e}; free memory, or give a buffer to use again") from e
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def view(memory: Any, *, writable: bool = False) -> Buffer:

@@ -29,9 +29,9 @@ def _doctor(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps(msgspec.to_builtins(findings), indent=2))
     else:
-        print(f"{'backend':<9}{'works':<7}{'for':<51}detail")
+        print(f"{'backend':<9}{'works':<7}{'for':<54}detail")
         for f in findings:
-            print(f"{f.backend:<9}{'yes' if f.works else 'no':<7}{f.use:<51}{f.detail}")
+            print(f"{f.backend:<9}{'yes' if f.works else 'no':<7}{f.use:<54}{f.detail}")
     return 1 if any(f.needed and not f.works for f in findings) else 0
 
 

@@ -30,7 +30,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def generation(self) -> bytes:
         """16 bytes that no other process has."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
+        return _generation(self)
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,11 +84,6 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, tag="descriptor"):
     endpoint: Endpoint | None = None  # None: the owner serves its own machine only
 
     @property
-    def backend(self) -> str:
-        """How it is read on its own machine: "shm" or "process"."""
-        return "shm" if isinstance(self.location, Shared) else "process"
-
-    @property
     def secret(self) -> bytes:
         """16 bytes that prove this descriptor, whole; taken away by the owner when the region is revoked."""
         return secret(self.owner, self.key, self.slot, self.nbytes, self.content)
@@ -99,6 +94,12 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, tag="descriptor"):
         return f"<Descriptor of {what}{f', {self.content}' if self.content else ''} in {self.owner}{where}>"
 
 
+@lru_cache(maxsize=256)
+def _generation(owner: Owner) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(owner), digest_size=16).digest()
+
+
+@lru_cache(maxsize=256)
 def secret(owner: Owner, key: bytes, slot: int, nbytes: int, content: Content | None) -> bytes:
     """Derive what proves a descriptor. An empty or overlong key proves nothing: its secret is that of no grant."""
     bound = msgspec.msgpack.encode((owner, slot, nbytes, content))

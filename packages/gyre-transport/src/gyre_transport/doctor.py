@@ -27,7 +27,7 @@ _WAIT = 20.0  # seconds
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One way on this machine."""
 
-    backend: str  # shm | process (shm's way to memory that was there already) | tcp | verbs
+    backend: str  # shm (its memfd) | process (its process_vm_readv) | tcp | verbs
     works: bool
     needed: bool  # nothing of Gyre runs without it
     use: str
@@ -44,14 +44,14 @@ def examine() -> list[Finding]:
             backend="shm",
             works=shm is None,
             needed=tcp is not None,
-            use="one machine: memory made by allocate(), snapshots",
+            use="one machine, where the next does not work: snapshots",
             detail=shm or "read 1 MiB of another process through its memfd",
         ),
         Finding(
             backend="process",
             works=process is None,
             needed=tcp is not None,
-            use="one machine: memory given to register(), gradients",
+            use="one machine: snapshots, memory given to register()",
             detail=process or "read 1 MiB of another process with process_vm_readv",
         ),
         Finding(
@@ -118,7 +118,7 @@ def _pattern() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 def _serve(how: str) -> None:
     if how == "allocate":
-        region = allocate(_BYTES)
+        region = allocate(_BYTES, shared=True)
         region.array()[:] = _pattern()
     else:
         region = register(_pattern())

@@ -5,9 +5,9 @@
     region.descriptor ── msgpack, over the bus ──▶   transfer = read_many([Part(descriptor, into), …], deadline=5)
     region.close()                                   from then on: StaleDescriptor
 
-On one machine the reader copies by itself: `allocate` makes a memfd, read with preadv; `register` takes what is there,
-read with process_vm_readv, which the kernel may refuse. From elsewhere, or when it does, a thread of the owner serves
-the bytes over tcp (`gyre_transport.backends`). `gyre_transport.control` says how a read is known to be of the right
+On one machine the reader copies by itself, with process_vm_readv; where the kernel does not allow that, `allocate`
+makes a memfd, read with preadv. From elsewhere, or when neither works, a thread of the owner serves the bytes over tcp
+(`gyre_transport.backends`). `gyre_transport.control` says how a read is known to be of the right
 memory. Between processes of one user on one machine the kernel knows no stronger wall than honesty; over tcp the key is
 proven before a byte is served.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gyre_transport.backends.shm import allow_reads
-from gyre_transport.buffers import view
+from gyre_transport.buffers import aligned, view
 from gyre_transport.control import Record, memfd
 from gyre_transport.descriptor import Address, Content, Descriptor, Location, Shared
 from gyre_transport.endpoint import serve
@@ -163,10 +163,22 @@ class Region:
             self.close()
 
 
-def allocate(nbytes: int, *, content: Content | None = None) -> Region:
-    """Shared memory of `nbytes` (0 allowed), zeroed. Raises `DataError` when there is none."""
+def allocate(nbytes: int, *, content: Content | None = None, shared: bool | None = None) -> Region:
+    """Make memory of `nbytes` (0 allowed), zeroed, to be read by others. Raises `DataError` when there is none.
+
+    shared: a memfd, which readers open; else private memory in huge pages, which they reach into, twice as fast. None:
+    private where the kernel allows that.
+    """
     if nbytes < 0:
         raise DataError(f"expected a size in bytes, got {nbytes!r}")
+    if not (allow_reads() if shared is None else not shared):
+        return _allocate_shared(nbytes, content)
+    memory = aligned(nbytes)
+    local = view(memory)
+    return Region(memory, local.bytes, Address(address=local.address), content=content)
+
+
+def _allocate_shared(nbytes: int, content: Content | None) -> Region:
     fd = memfd("memory", nbytes)
     try:
         memory = mmap.mmap(fd, nbytes) if nbytes else bytearray()

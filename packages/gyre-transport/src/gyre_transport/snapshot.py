@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from gyre_transport import safetensors
-from gyre_transport.buffers import Buffer, nbytes, view
+from gyre_transport.buffers import Buffer, aligned, nbytes, view
 from gyre_transport.endpoint import Backend
 from gyre_transport.errors import (
     ChecksumMismatch,
@@ -199,7 +199,7 @@ def pull(
             f"the manifest of {manifest.model!r} announces {manifest.nbytes:,} bytes in a region of "
             f"{manifest.descriptor.nbytes:,}"
         )
-    local = view(_fresh(manifest.nbytes) if into is None else into, writable=True)
+    local = view(aligned(manifest.nbytes) if into is None else into, writable=True)
     if local.nbytes < manifest.nbytes:
         raise ShapeMismatch(
             f"version {manifest.version} of {manifest.model!r} takes {manifest.nbytes:,} bytes, "
@@ -213,15 +213,6 @@ def pull(
     if verify:
         _verify(manifest, buffer, end)
     return Snapshot(manifest, buffer)
-
-
-def _fresh(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    try:
-        return np.empty(size, np.uint8)
-    except MemoryError as e:
-        raise DataError(
-            f"cannot allocate {size:,} bytes for a snapshot; free memory, or give `into` to use again"
-        ) from e
 
 
 def _moved_on(manifest: Manifest, via: Backend | None) -> StaleVersion | None:

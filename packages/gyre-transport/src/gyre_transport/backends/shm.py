@@ -1,4 +1,4 @@
-"""Reads on one machine: preadv from the owner's memfd, or process_vm_readv from its address space.
+"""Reads on one machine: process_vm_readv from the owner's address space, or preadv from its memfd.
 
 The owner takes no part. `Peer` knows whether it lives and whether the secret in its control record still stands; both
 are looked at after every piece. Everything is a copy into the reader's own memory: nothing of the owner stays mapped
@@ -13,6 +13,7 @@ import errno
 import os
 import select
 from collections import deque
+from functools import lru_cache
 
 from gyre_transport.backends.channel import ADDRESS_ERRORS, Adopt, Piece
 from gyre_transport.control import start_time
@@ -154,9 +155,23 @@ class Peer:
             os.close(self._fds.pop())
 
 
-def allow_reads() -> None:
-    """Let siblings read this process where Yama restricts that to ancestors; elsewhere it fails and is not needed."""
+def allow_reads() -> bool:
+    """Let siblings read this process where Yama restricts that to ancestors; elsewhere that fails and is not needed.
+
+    Returns whether the kernel lets processes of one user read each other, as far as one of them can tell.
+    """
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+    return _readable()
+
+
+@lru_cache(maxsize=1)
+def _readable() -> bool:
+    with contextlib.suppress(OSError, ValueError), open("/proc/sys/kernel/yama/ptrace_scope") as f:
+        if int(f.read()) > 1:
+            return False
+    here, there = ctypes.c_uint64(1), ctypes.c_uint64(0)
+    source, target = (_Extent(ctypes.addressof(c), 8) for c in (here, there))
+    return bool(_libc().process_vm_readv(os.getpid(), ctypes.byref(target), 1, ctypes.byref(source), 1, 0) == 8)
 
 
 class _Extent(ctypes.Structure):

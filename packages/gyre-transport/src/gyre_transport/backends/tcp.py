@@ -245,7 +245,7 @@ class _Kept:
         with self._lock:
             self._sweep()
             connections = self._idle.setdefault(connection.key, [])
-            if len(connections) < _KEPT and connection.usable:
+            if len(connections) < _KEPT:
                 connections.append(connection)
             else:
                 connection.socket.close()
