@@ -1,7 +1,7 @@
 """A small agent: two turns, a reviewer sub-agent, a compaction and a turn after it; some calls stream.
 
-On the task "patient" it asks on until the proxy has moved a call between engines, so that a cell leaves rollout while
-agents run, however fast the machine is.
+On the task "patient" it asks for long answers until a cell has left rollout, so that calls are under way when one does,
+however fast the machine is.
 """
 
 import json
@@ -40,8 +40,9 @@ review = ask([{"role": "system", "content": "review"}, {"role": "user", "content
 summary = ask([*history, {"role": "user", "content": "tell it in short"}], role="main-summary", stream=True)
 stats = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/gyre/stats"
 for turn in range(200 if "patient" in instruction else 0):
-    ask([{"role": "user", "content": f"{instruction} {turn}"}], role="sub-agent", stream=turn % 2 == 0, tokens=256)
-    if json.load(urllib.request.urlopen(stats, timeout=60))["calls_moved"]:  # noqa: S310
+    ask([{"role": "user", "content": f"{instruction} {turn}"}], role="sub-agent", stream=turn % 2 == 0, tokens=800)
+    engines = json.load(urllib.request.urlopen(stats, timeout=60))["engines"]  # noqa: S310
+    if sum(engine["routed"] for engine in engines.values()) < 2:
         break
 final = ask([{"role": "user", "content": f"{instruction}\n{summary}\n{review}"}])
 pathlib.Path("answer.txt").write_text(final)

@@ -161,7 +161,7 @@ def engine_records(run: RunDir) -> dict[str, dict]:
     """What the engines themselves logged, by request id: the ids they were sent and the ids they sampled."""
     records: dict[str, dict] = {}
     for path in run.logs.glob("engine-*.log"):
-        for line in path.read_text().splitlines():
+        for line in path.read_text().split("\n"):  # what a model samples may hold any other line break
             if '"request.received"' in line or '"request.finished"' in line:
                 event = json.loads(line[line.index("{") :])
                 records.setdefault(event["rid"], {}).update(event)
