@@ -562,20 +562,20 @@ def test_installations_are_shown_whole_and_other_files_alone(
 ) -> None:
     root = tree(
         {
-            "home/.local/bin/codex": "-> ../../../npm/lib/node_modules/@x/codex/bin/codex.js",
+            "me/.local/bin/codex": "-> ../../../npm/lib/node_modules/@x/codex/bin/codex.js",
             "npm/lib/node_modules/@x/codex/bin/codex.js": "#!/usr/bin/env node\n",
             "nvm/v22/bin/node": "an executable",
-            "home/.local/bin/mini": "-> ../../tools/mini/bin/mini",
-            "home/tools/mini/pyvenv.cfg": "",
-            "home/tools/mini/bin/mini": "#!{}/home/tools/mini/bin/python\n",
-            "home/tools/mini/bin/python": "-> ../../../../pythons/3.12/bin/python3.12",
+            "me/.local/bin/mini": "-> ../../tools/mini/bin/mini",
+            "me/tools/mini/pyvenv.cfg": "",
+            "me/tools/mini/bin/mini": "#!{}/me/tools/mini/bin/python\n",
+            "me/tools/mini/bin/python": "-> ../../../../pythons/3.12/bin/python3.12",
             "pythons/3.12/bin/python3.12": "an executable",
-            "home/.local/bin/script": "#!/bin/sh\n",
-            "home/bin/own": "#!/usr/bin/env -S A=1 sh -e\n",
+            "me/.local/bin/script": "#!/bin/sh\n",
+            "me/bin/own": "#!/usr/bin/env -S A=1 sh -e\n",
         }
     )
-    monkeypatch.setenv("HOME", str(root / "home"))
-    monkeypatch.setenv("PATH", f"{root}/home/.local/bin:{root}/nvm/v22/bin:/usr/bin:/bin")
+    monkeypatch.setenv("HOME", str(root / "me"))
+    monkeypatch.setenv("PATH", f"{root}/me/.local/bin:{root}/nvm/v22/bin:/usr/bin:/bin")
 
     def shown(program: str) -> tuple[set[str], dict[str, str]]:
         found = installs.needs(program)
@@ -586,9 +586,9 @@ def test_installations_are_shown_whole_and_other_files_alone(
 
     assert shown("codex") == (
         {"npm/lib/node_modules", "nvm/v22"},
-        {"home/.local/bin/codex": "npm/lib/node_modules/@x/codex/bin/codex.js"},
+        {"me/.local/bin/codex": "npm/lib/node_modules/@x/codex/bin/codex.js"},
     )
-    assert shown("mini") == ({"home/tools/mini", "pythons/3.12"}, {"home/.local/bin/mini": "home/tools/mini/bin/mini"})
-    assert shown("script") == ({"home/.local/bin/script"}, {})
-    assert shown(str(root / "home/bin/own")) == ({"home/bin/own"}, {})
+    assert shown("mini") == ({"me/tools/mini", "pythons/3.12"}, {"me/.local/bin/mini": "me/tools/mini/bin/mini"})
+    assert shown("script") == ({"me/.local/bin/script"}, {})
+    assert shown(str(root / "me/bin/own")) == ({"me/bin/own"}, {})
     assert shown("sh") == shown("no-such-program") == (set(), {})
