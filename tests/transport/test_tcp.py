@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -16,7 +17,7 @@ from gyre_transport import endpoint
 from gyre_transport.backends import server, tcp, wire
 from gyre_transport.descriptor import Endpoint, network
 from gyre_transport.errors import ConfigError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
-from gyre_transport.memory import Descriptor, Region, allocate, read
+from gyre_transport.memory import Descriptor, Region, allocate, read, read_chunks
 from gyre_transport.run import TransportConfig
 
 LONG = 60.0
@@ -165,6 +166,14 @@ def test_who_asks_and_does_not_take_waits_with_bounded_memory(region):
         answers = raw.take(many * size)
         assert [wire.ANSWER.unpack_from(answers, n * size)[1] for n in range(many)] == list(range(many))
         sender.join(LONG)
+
+
+def test_a_reader_that_pauses_for_long_is_waited_for():
+    with allocate(64 << 20) as region:
+        pieces = read_chunks(region.descriptor, 16 << 20, LONG, via="tcp")
+        next(pieces)
+        time.sleep(2.5)  # longer than the kernel gives a machine that does not answer
+        assert sum(piece.nbytes for _, piece in pieces) == 48 << 20
 
 
 def test_who_says_nothing_is_closed(monkeypatch):

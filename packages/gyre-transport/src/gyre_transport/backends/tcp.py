@@ -30,6 +30,7 @@ from gyre_transport.descriptor import Descriptor, Endpoint, network
 from gyre_transport.errors import DataError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
 
 _CONNECT = 2.0  # seconds: a machine that is up accepts or refuses sooner
+_SILENT = 1_900  # ms until the network's silence about a request is an error
 _KEPT = 4
 _KEEP = 10.0  # seconds, less than a server's patience
 
@@ -55,6 +56,7 @@ class Connection:
         self.socket.settimeout(max(0.001, min(_CONNECT, end - time.monotonic())))
         try:
             tune(self.socket)
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT)  # for requests under way
             self.socket.connect((endpoint.host, endpoint.port))
         except ConnectionRefusedError:
             raise StaleDescriptor(
