@@ -216,7 +216,7 @@ class Paths:
         self._raw.sendall(offset.to_bytes(8, "big") + length.to_bytes(8, "big"))
         left = memoryview(room)
         while left:
-            left = left[self._raw.recv_into(left) :]
+            left = left[self._raw.recv_into(left, left.nbytes, socket.MSG_WAITALL) :]
 
     def _zmq_read(self, places: list[tuple[int, int, int]]) -> None:
         for offset, length, to in places:

@@ -18,6 +18,7 @@ import hmac
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -126,6 +127,20 @@ def receive(peer: socket.socket, into: memoryview) -> None:
         into = into[n:]
 
 
+def _fill(peer: socket.socket, parts: list[memoryview], end: float) -> None:
+    """Fill all `parts`. Raises as `receive`; `BlockingIOError` when the socket's time is over."""
+    while parts:
+        n = peer.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+        if not n:
+            raise EOFError
+        while parts and n >= parts[0].nbytes:
+            n -= parts.pop(0).nbytes
+        if parts:  # a signal, the end of the time or of the connection: the next call tells
+            parts[0] = parts[0][n:]
+            if time.monotonic() >= end:
+                raise TimeoutError
+
+
 class TcpChannel:
     """A way to a region of any process that listens; see `channel.Channel`."""
 
@@ -173,21 +188,12 @@ class TcpChannel:
             raise StaleDescriptor(f"the answer of {self._descriptor.owner} is not sealed with the descriptor's key")
 
     def _receive(self, head: memoryview, into: memoryview, seal: memoryview) -> None:
-        """Receive one answer: its head alone decides whether bytes follow, but usually all of it is there already."""
+        """Receive one answer; its head alone decides whether bytes follow."""
         peer = self._connection.socket
-        parts = [head, into, seal]
-        checked = False
-        while parts:
-            n = peer.recvmsg_into(parts)[0]
-            if not n:
-                raise EOFError
-            while parts and n >= parts[0].nbytes:
-                n -= parts.pop(0).nbytes
-            if parts:
-                parts[0] = parts[0][n:]
-            if not checked and (not parts or parts[0].obj is not head.obj):
-                checked = True
-                self._accepted(*wire.ANSWER.unpack(head))
+        _fill(peer, [head], self._end)
+        self._accepted(*wire.ANSWER.unpack(head))
+        self._arm()
+        _fill(peer, [into, seal], self._end)
 
     def _accepted(self, status: int, number: int) -> None:
         if status == Status.OK:
@@ -200,11 +206,15 @@ class TcpChannel:
         left = self._end - time.monotonic()
         if left <= 0:
             raise late(self._end, f"no answer from {self._descriptor.owner}")
-        self._connection.socket.settimeout(left)
+        peer = self._connection.socket
+        peer.settimeout(None)  # the kernel keeps the time, or every call would be two
+        timeval = struct.pack("@ll", int(left), int(left % 1 * 1e6) or 1)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
     def _lost(self, e: Exception) -> DataError:
         owner = self._descriptor.owner
-        if isinstance(e, TimeoutError):  # the kernel gave the peer up, or the deadline passed
+        if isinstance(e, TimeoutError | BlockingIOError):  # the kernel gave the peer up, or the deadline passed
             return late(self._end, f"no answer from {owner}")
         if isinstance(e, EOFError | ConnectionError):
             return StaleDescriptor(
