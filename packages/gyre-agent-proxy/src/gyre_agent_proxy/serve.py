@@ -69,8 +69,8 @@ async def proxy(
     pool = Pool(backoff=config.backoff, backoff_limit=config.backoff_limit)
     pool.update(0, static_routes(config.engines))
     counters = Metrics(metrics)
-    # Engines close idle connections after seconds; a request that meets such a close would look like a lost engine.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    # Engines close idle connections after 5 seconds; a request that met such a close would look like a lost engine.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         client = EngineClient(session, renderer.stop_ids, connect=config.connect_timeout, silence=config.silence)
