@@ -29,6 +29,7 @@ EXPECTED = {
     "qwen-code/par": (1, 1, 0, [M, M]),
     "qwen-code/trunc": (1, 1, 0, [M, M, M]),
     "qwen-code/cut": (1, 1, 0, [M]),
+    "qwen-code/image": (1, 1, 0, [M, M]),
     "qwen-code/compact": (10, 10, 14, [M, M, S, M, S, M, S, M, S, M, S, M]),
 }
 
