@@ -40,6 +40,7 @@ class Rig:
         self.client = Client(f"ipc://{bus}/agent-0", p.AgentReply)
         self.agent: CellAgent
         self.running: asyncio.Task[None] | None = None
+        self.before = set(psutil.Process().children())  # the session's engine may be up
 
     def write(self, *, cell: int = 0, sched: str = "", engine: str = "", trainer: str = "trainer.py") -> Path:
         model = self.folder / "model"
@@ -93,7 +94,7 @@ stop_timeout = 5.0
         (self.folder / "faults").write_text("\n".join(names))
 
     def nothing_left(self) -> bool:
-        return not psutil.Process().children(recursive=True)
+        return set(psutil.Process().children()) <= self.before
 
 
 @pytest_asyncio.fixture
