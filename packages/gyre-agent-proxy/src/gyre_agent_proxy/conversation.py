@@ -1,7 +1,8 @@
 """A conversation without a dialect: what every dialect's request is normalised to, and what an answer is made of.
 
 Two messages that say the same thing in different serialisations have equal `identity`: None, "" and [] are the same
-content, tool arguments are compared as typed JSON, and reasoning is compared only where it was sent (see history).
+content, tool arguments are compared as typed JSON, white space of a sampled turn and the ids of its calls do not count,
+and reasoning is compared only where it was sent (see history).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import decimal
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -88,14 +90,46 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     created: int = 0  # unix seconds
 
 
-def identity(message: Message) -> bytes:
-    """Digest of what `message` says, reasoning aside."""
-    parts: list[str] = [message.role, message.call_id or ""]
-    # A sampled turn comes back with its outer white space trimmed by some harnesses.
-    parts.append(message.text.strip() if message.role == "assistant" else message.text)
+def identities(messages: Iterable[Message]) -> Iterator[bytes]:
+    """The identity of each message of a conversation; a tool's result says which of its calls it answers."""
+    places: dict[str, str] = {}
+    count = 0
+    for message in messages:
+        for call in message.calls:
+            places[call.id], count = str(count), count + 1
+        yield identity(message, places.get(message.call_id or "", ""))
+
+
+def identity(message: Message, answers: str = "") -> bytes:
+    """Digest of what `message` says, reasoning aside. answers: the place of the call that it is the result of.
+
+    Ids of calls do not count: a harness may give calls ids of its own.
+    """
+    parts: list[str] = [message.role, answers or f"id {message.call_id or ''}"]
+    # Some harnesses trim a sampled turn, or end its lines in another way.
+    parts.append(plain(message.text) if message.role == "assistant" else message.text)
     for call in message.calls:
-        parts += [call.id, call.name, same_json(call.arguments)]
+        parts += [call.name, same_json(call.arguments)]
     return digest(*parts)
+
+
+def plain(text: str) -> str:
+    """`text` without white space and NUL: what is left of it however it was trimmed, wrapped or passed on."""
+    return "".join(text.replace("\0", "").split())
+
+
+def in_call_order(messages: list[Message]) -> list[Message]:
+    """The messages, with the results after a turn in the order of its calls; changes the list."""
+    at = 0
+    while at < len(messages):
+        calls, at = messages[at].calls, at + 1
+        if len(calls) < 2:
+            continue
+        end = next((i for i in range(at, len(messages)) if messages[i].role != "tool"), len(messages))
+        order = {call.id: i for i, call in enumerate(calls)}
+        messages[at:end] = sorted(messages[at:end], key=lambda m: order.get(m.call_id or "", len(order)))
+        at = end
+    return messages
 
 
 def digest(*parts: str | bytes) -> bytes:

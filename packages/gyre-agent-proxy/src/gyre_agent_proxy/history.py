@@ -15,13 +15,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gyre_agent_proxy.conversation import Conversation, Message, ToolCall, digest, identity
+from gyre_agent_proxy.conversation import Conversation, Message, digest, identities, identity, plain
 from gyre_agent_proxy.errors import InvariantError
 from gyre_agent_proxy.render import Renderer, Tools
+from gyre_agent_proxy.restore import restore
 
 Ids = NDArray[np.uint32]
 
@@ -89,7 +89,7 @@ class History:
 
     def plan(self, conversation: Conversation) -> Plan:
         """Return the prompt of `conversation`. Raises `RenderError` or `InvariantError`; changes nothing."""
-        messages, restored = self._restore(conversation.messages)
+        messages, restored = restore(conversation.messages, self._turn_of)
         keys = self._keys(messages, conversation.tools)
         node = self._attach(messages, keys)
         built = None
@@ -121,11 +121,9 @@ class History:
         """Add an answered call; its parent is already here."""
         self.calls += 1
         self._by_key.setdefault(node.key, []).append(node)
-        if node.message.calls:
-            for call in node.message.calls:
-                self._by_call_id[call.id] = node
-        else:
-            self._by_content.setdefault(identity(node.message), []).append(node)
+        self._by_content.setdefault(identity(node.message), []).append(node)
+        for call in node.message.calls:
+            self._by_call_id[call.id] = node
 
     def knows(self, call_id: str) -> bool:
         """Whether a turn with this tool call id was sampled here."""
@@ -133,60 +131,54 @@ class History:
 
     def known(self, message: Message) -> Node | None:
         """The call that sampled the assistant turn `message`, if its ids are certain."""
-        if not message.calls:
-            same = self._by_content.get(identity(message), [])
-            certain = same and all(np.array_equal(n.output, same[0].output) for n in same[1:])
-            return same[0] if certain else None
-        nodes = {id(n): n for n in (self._by_call_id.get(c.id) for c in message.calls) if n is not None}
-        if len(nodes) != 1:
-            return None
-        (node,) = nodes.values()
-        return node if [c.id for c in node.message.calls] == [c.id for c in message.calls] else None
+        sent = [c.id for c in message.calls]
+        nodes = [n for n in map(self._by_call_id.get, sent) if n is not None]
+        if nodes:
+            return nodes[0] if sent == [c.id for c in nodes[0].message.calls] else None
+        same = self._by_content.get(identity(message), [])
+        same = [n for n in same if n.message.text == message.text] or same
+        certain = same and all(np.array_equal(n.output, same[0].output) for n in same[1:])
+        return same[0] if certain else None
 
-    def _restore(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
-        """Give turns that are known by call id the form they were sampled in."""
-        found, restored = [], 0
-        for message in messages:
-            if message.role == "assistant" and message.calls:
-                node = self.known(message)
-                if node is not None:
-                    sampled = msgspec.structs.replace(node.message, reasoning=message.reasoning)
-                    restored += sampled != message and identity(sampled) != identity(message)
-                    message = sampled
-                else:
-                    message = msgspec.structs.replace(message, calls=tuple(map(self._original, message.calls)))
-            found.append(message)
-        return found, restored
-
-    def _original(self, call: ToolCall) -> ToolCall:
-        node = self._by_call_id.get(call.id)
-        return call if node is None else next(c for c in node.message.calls if c.id == call.id)
+    def _turn_of(self, call_id: str) -> Message | None:
+        node = self._by_call_id.get(call_id)
+        return None if node is None else node.message
 
     def _keys(self, messages: Sequence[Message], tools: Tools) -> list[bytes]:
         """keys[i] identifies tools, template and the first i messages."""
         keys = [digest("root", self._renderer.hash, json.dumps(tools, sort_keys=True, ensure_ascii=False))]
-        for message in messages:
-            keys.append(digest(keys[-1], identity(message)))
+        for said in identities(messages):
+            keys.append(digest(keys[-1], said))
         return keys
 
     def _attach(self, messages: Sequence[Message], keys: Sequence[bytes]) -> Node | None:
         for depth in range(len(messages), 0, -1):
-            if messages[depth - 1].role == "assistant":
-                for node in reversed(self._by_key.get(keys[depth], [])):
-                    if self._agrees(node, messages):
-                        return node
+            if messages[depth - 1].role != "assistant":
+                continue
+            fits = [(n, self._differences(n, messages)) for n in reversed(self._by_key.get(keys[depth], []))]
+            if found := min((f for f in fits if f[1] is not None), key=lambda f: f[1] or 0, default=None):
+                return found[0]
         return None
 
-    @staticmethod
-    def _agrees(node: Node, messages: Sequence[Message]) -> bool:
-        """Whether the reasoning the request carries, where it carries any, is the one on the node's path."""
+    def _differences(self, node: Node, messages: Sequence[Message]) -> int | None:
+        """In how many turns the request's text differs, in white space, from the one on the node's path.
+
+        None where the request means other turns that say the same: by their call ids or, without, by their reasoning.
+        """
+        differ = 0
         at: Node | None = node
         while at is not None:
-            sent = (messages[at.depth - 1].reasoning or "").strip()
-            if sent and sent != (at.message.reasoning or "").strip():
-                return False
+            sent, made = messages[at.depth - 1], at.message
+            ids = [c.id for c in sent.calls]
+            if not ids or ids != [c.id for c in made.calls]:
+                if any(i in self._by_call_id for i in ids):
+                    return None
+                thought = plain(sent.reasoning or "")
+                if thought and thought != plain(made.reasoning or ""):
+                    return None
+            differ += sent.text != made.text
             at = at.parent
-        return True
+        return differ
 
 
 class _Builder:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from gyre_agent_proxy.conversation import Message, ToolCall
+from gyre_agent_proxy.conversation import Message, ToolCall, in_call_order
 from gyre_agent_proxy.dialects.parts import Parts
 from gyre_agent_proxy.errors import BadRequest
 
@@ -71,7 +71,7 @@ class Turns:
         self._end_user()
         if self._system:
             self._done.insert(0, Message(role="system", text=joined(self._system)))
-        return tuple(self._done)
+        return tuple(in_call_order(self._done))
 
     def _user(self, blocks: list[Any], where: str) -> None:
         texts = self._texts or []
@@ -125,10 +125,8 @@ class Turns:
                 return self._parts.part(block, where)
 
     def _end_user(self) -> None:
-        if self._results:
-            order = {c.id: i for i, c in enumerate(self._done[-1].calls)} if self._done else {}
-            self._done += sorted(self._results, key=lambda m: order.get(m.call_id or "", len(order)))
-            self._results = []
+        self._done += self._results
+        self._results = []
         if self._texts is not None:
             self._done.append(Message(role="user", text=joined(self._texts)))
             self._texts = None
