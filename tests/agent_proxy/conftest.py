@@ -251,6 +251,7 @@ class ScriptedEngine:
         ids: list[int] = []
         spans: list[list[Any]] = []
         rest = self.brain.rest(body["input_ids"])
+        sent, interval = 0, params.get("stream_interval") or 1
         finish: dict[str, Any] | None = None
         while finish is None:
             await self._first(self._unpaused, aborted)
@@ -282,8 +283,10 @@ class ScriptedEngine:
                     finish = {"type": "stop", "matched": stop}
                 elif len(ids) >= params["max_new_tokens"]:
                     finish = {"type": "length", "length": len(ids)}
-            fresh = ids[-1:] if finish is None or finish["type"] != "abort" else []
-            shown = fresh if self.incremental else ids
+            if finish is None and sent and len(ids) - sent < interval:  # the first token goes out at once
+                await asyncio.sleep(self.pace)
+                continue
+            shown, sent = ids[sent:] if self.incremental else ids, len(ids)
             meta: dict[str, Any] = {
                 "id": body["rid"],
                 "finish_reason": finish,
@@ -372,6 +375,12 @@ def replay() -> Any:
 def wires() -> Any:
     """How each dialect's answers are read, by path; see parts/replay.py."""
     return _part("replay").WIRES
+
+
+@pytest.fixture(scope="session")
+def variations() -> Any:
+    """Other serialisations of requests; see parts/variation.py."""
+    return _part("variation")
 
 
 @pytest.fixture(scope="session")

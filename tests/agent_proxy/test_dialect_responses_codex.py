@@ -35,13 +35,26 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-async def test_what_codex_sent(bench, http, replay, name):
-    done = await replay(bench, http, json.loads((CAPTURES / f"{name}.json").read_text()))
+def check(done, name):
     assert (done.parents, done.roles) == EXPECTED[name]
     assert (done.counts["forks"], done.counts["foreign_turns"], done.counts["unknown_roles"]) == (0, 0, 0)
     assert done.counts["left_out"] == len(done.log.calls), "web_search, in every call"
     assert all(c.request["tools_left_out"] == [SEARCH] for c in done.log.calls)
+
+
+def load(name):
+    return json.loads((CAPTURES / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+async def test_what_codex_sent(bench, http, replay, name):
+    check(await replay(bench, http, load(name)), name)
+
+
+@pytest.mark.parametrize("how", [{}, {"renames": True}, {"splits": True}])
+@pytest.mark.parametrize("name", sorted(EXPECTED.keys() - {"cut"}))
+async def test_the_same_said_otherwise_is_the_same_tree(bench, http, replay, variations, name, how):
+    check(await replay(bench, http, load(name), vary=variations.Responses(len(name), **how)), name)
 
 
 def test_every_capture_is_counted():

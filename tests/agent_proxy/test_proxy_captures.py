@@ -34,11 +34,24 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-async def test_replay(bench, http, replay, name):
-    done = await replay(bench, http, json.loads((CAPTURES / f"{name}.json").read_text()))
+def load(name):
+    return json.loads((CAPTURES / f"{name}.json").read_text())
+
+
+def check(done, name):
     counts = done.counts
     roots, foreign, spliced, roles = EXPECTED[name]
     assert (counts["roots"], counts["forks"]) == (roots, 0)
     assert (counts["foreign_turns"], counts["spliced_turns"]) == (foreign, spliced)
     assert done.roles == roles
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+async def test_replay(bench, http, replay, name):
+    check(await replay(bench, http, load(name)), name)
+
+
+@pytest.mark.parametrize("how", [{}, {"renames": True}, {"splits": True}])
+@pytest.mark.parametrize("name", EXPECTED)
+async def test_the_same_said_otherwise_is_the_same_tree(bench, http, replay, variations, name, how):
+    check(await replay(bench, http, load(name), vary=variations.Variation(len(name), **how)), name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ ASK = Message(role="user", text="go")
 
 
 def call(key, command="ls", name="bash"):
-    return ToolCall(id=key, name=name, arguments='{"command": "%s", "n": 1.0}' % command)
+    return ToolCall(id=key, name=name, arguments=json.dumps({"command": command, "n": 1.0}))
 
 
 def said(text, *calls, reasoning=None):
