@@ -42,9 +42,18 @@ shapes = st.fixed_dictionaries(
 
 
 @_CHECKS
-@given(shape=shapes, bursts=st.integers(1, 3), capacity=st.integers(2, 40), stays=st.booleans(), early=st.booleans())
-def test_every_burst_ends_and_the_next_is_granted(world, shape, bursts, capacity, stays, early):
-    limits = {"capacity": capacity, "core_stays": stays, "refresh_in_rollout": early}
+@given(
+    shape=shapes,
+    bursts=st.integers(1, 3),
+    capacity=st.integers(2, 40),
+    stays=st.booleans(),
+    early=st.booleans(),
+    leave=st.sampled_from(["water", "deadline"]),
+    schedule=st.sampled_from(["elastic", "elastic", "colocate"]),
+)
+def test_every_burst_ends_and_the_next_is_granted(world, shape, bursts, capacity, stays, early, leave, schedule):
+    limits = {"capacity": capacity, "core_stays": stays, "refresh_in_rollout": early, "leave": leave}
+    limits["schedule"] = schedule
     w = world(**shape, steps=bursts * shape["per_burst"], settings=limits).run()
     _finished(w)
     assert not w.kinds("enter_failed")

@@ -424,5 +424,7 @@ class World:
                 executions_excluded=sum(g.members for g in finished if g.excluded) + self.replaced,
                 batches_ready=(len(free) // self.groups + (left > 0)) if self.reports_ready else 0,
                 version=self.version,
+                work_left=float(sum(not g.trained for g in (*free, *mine))),
+                work_done=float(sum(g.trained for g in self.all_groups)),
             )
         )

@@ -96,8 +96,9 @@ class Cell:
         return self.enter_failures >= config.attempts
 
     def may_train(self, config: SchedConfig) -> bool:
-        """Its trainer is up and entering did not fail too often."""
-        return self.trainer_alive and not self.barred(config)
+        """It has a trainer, which is up, and entering did not fail too often."""
+        trainers = config.trainers if config.schedule == "async" else config.cells
+        return self.index < trainers and self.trainer_alive and not self.barred(config)
 
     def mending(self, at: float, config: SchedConfig) -> bool:
         """Failed, but its agent is there and may still bring it back: worth waiting for before a burst."""

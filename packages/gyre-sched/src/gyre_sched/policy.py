@@ -9,13 +9,17 @@ Every decision leaves a `Record` with the numbers it was taken on. The rules are
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gyre_sched import protocol as p
 from gyre_sched import rules
 from gyre_sched.actions import Action, Answer, Input, Publish, Received, Refuse, Returned
 from gyre_sched.cell import Cell
 from gyre_sched.config import SchedConfig
-from gyre_sched.errors import Refused
+from gyre_sched.errors import Refused, SchedError
 from gyre_sched.motions import Motions, Numbers
+from gyre_sched.order import longest_first
+from gyre_sched.outlook import Outlook, outlook
 from gyre_sched.protocol import Role
 from gyre_sched.requests import Requests
 from gyre_sched.state import Burst, State, Transfer
@@ -24,13 +28,38 @@ from gyre_sched.state import Burst, State, Transfer
 class Policy:
     """One run's scheduling decisions. `step` is the only way in."""
 
-    def __init__(self, config: SchedConfig, *, per_burst: int, steps: int, epoch: int = 0, at: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: SchedConfig,
+        *,
+        per_burst: int,
+        steps: int,
+        epoch: int = 0,
+        at: float = 0.0,
+        durations: Iterable[float] = (),
+    ) -> None:
         """per_burst: batches of a burst; steps: optimizer steps of the run; epoch: the last routes epoch of an earlier
-        scheduler of this run; at: now."""
+        scheduler of this run; at: now; durations: seconds that past executions took, to predict from.
+
+        Raises `SchedError` when a burst alone would break the bound on staleness."""
+        bound = rules.staleness_bound(config, per_burst)
+        if per_burst - 1 > bound:
+            raise SchedError(
+                f"sched.max_staleness = {bound!r} does not allow bursts of {per_burst!r} batches, the last of which is "
+                f"{per_burst - 1} versions behind when it is trained; lower batch.per_burst or raise the bound"
+            )
         self.config = config
         self.per_burst = per_burst
         self.steps = steps
-        self.state = State(config.cells, epoch=epoch, at=at)
+        self.state = State(
+            config.cells + config.standalone,
+            epoch=epoch,
+            at=at,
+            durations=durations,
+            bursts=2 + bound // per_burst,
+            per_burst=per_burst,
+            staleness_bound=bound,
+        )
         self._do = Motions(self.state, config)
         self._requests = Requests(self.state, self._do)
 
@@ -78,13 +107,22 @@ class Policy:
         if not state.granted:
             state.due = backlog.batches_closed
             state.fates_due = backlog.executions_trained + backlog.executions_excluded
+        state.durations.turn()
+        state.pace.fade()
+        late = rules.staleness(state, self.per_burst)
+        order: tuple[int, ...] = ()
+        if self.config.order == "longest" and m.executions > state.capacity - state.water:
+            order = longest_first(m.tasks, state.lengths, state.durations)
         state.granted += 1
         state.due += self.per_burst
         state.fates_due += m.executions
         state.count.dispatch(m.executions)
         state.burst, state.wanted, state.quiet_since = Burst(m.burst, m.executions, state.version, at), None, at
-        self._do.record("burst_granted", at, None, {"burst": m.burst, "executions": m.executions, **state.numbers()})
-        return p.Granted(burst=m.burst, capacity=state.capacity)
+        state.burst.order = order
+        numbers: Numbers = {"burst": m.burst, "executions": m.executions, "order": "longest" if order else "planned"}
+        numbers |= {"staleness": late, "staleness_bound": state.staleness_bound, **state.numbers()}
+        self._do.record("burst_granted", at, None, numbers)
+        return p.Granted(burst=m.burst, capacity=state.capacity, order=order)
 
     def _settle(self, at: float) -> None:
         state, burst = self.state, self.state.burst
@@ -187,13 +225,24 @@ class Policy:
         for cell in state.having(Role.FAILED):
             self._recover(cell, at)
         if cell := rules.next_to_train(state, at, config):
-            self._transfer(cell, at)
-            self._watch_drain(at)
+            seen = outlook(state, at, config) if config.leave == "deadline" else None
+            if seen and seen.keeps_up(config.leave_margin):
+                self._hold(cell, at, seen)
+            else:
+                self._transfer(cell, at, seen)
+                self._watch_drain(at)
         self._watch_core(at)
 
-    def _transfer(self, cell: Cell, at: float) -> None:
+    def _hold(self, cell: Cell, at: float, seen: Outlook) -> None:
+        """The water level would let the cell go, but nobody waits for it: said once, until one leaves."""
+        if self.state.held != cell.index:
+            self.state.held = cell.index
+            self._do.record("held", at, cell, {**self.state.numbers(), "C_e": cell.capacity, **seen.numbers()})
+
+    def _transfer(self, cell: Cell, at: float, seen: Outlook | None) -> None:
         state, backlog = self.state, self.state.backlog
-        numbers = {**state.numbers(), "C_e": cell.capacity}
+        state.held = None
+        numbers = {**state.numbers(), "C_e": cell.capacity, **(seen.numbers() if seen else {})}
         self._do.move(cell, Role.DRAINING, at)
         state.moving = Transfer(cell.index, state.epoch, at, set(state.proxies))
         if backlog:

@@ -38,12 +38,14 @@ class OpenBurst(msgspec.Struct, frozen=True, kw_only=True, tag="open_burst"):
 
     burst: int
     executions: int
+    tasks: tuple[str, ...] = ()  # of the burst's groups, in the order planned; empty: the order is not the scheduler's
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """A dispatched execution's harness was started. Reply: `Ack`."""
 
     execution: str
+    task: str = ""  # empty: nothing is learned of how long the task's executions take
 
 
 class Terminated(msgspec.Struct, frozen=True, kw_only=True, tag="terminated"):
@@ -122,6 +124,8 @@ class Backlog(msgspec.Struct, frozen=True, kw_only=True, tag="backlog"):
     executions_excluded: int
     batches_ready: int = 0  # whole batches that `waiting` makes, plus the open one if it has work left
     version: int = 0  # weights that the last closed batch made; cells return only once these were published
+    work_left: float = 0.0  # to train of what is admitted, waiting or in the open batch; in a unit of the feed's choice
+    work_done: float = 0.0  # since the run began, in the same unit; both 0: the feed does not tell
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):
@@ -155,6 +159,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
 
     burst: int
     capacity: int
+    order: tuple[int, ...] = ()  # indices into the groups asked for: start them in this order; empty: as planned
 
 
 class NotYet(msgspec.Struct, frozen=True, kw_only=True, tag="not_yet"):

@@ -48,16 +48,23 @@ class Requests:
         if m.executions < 1:
             raise Refused(f"a burst needs at least 1 execution, got {m.executions!r}")
         if burst and m.burst == burst.index and burst.ended is None:
-            return p.Granted(burst=m.burst, capacity=self._state.capacity)  # asked again
+            return p.Granted(burst=m.burst, capacity=self._state.capacity, order=burst.order)  # asked again
         if burst and m.burst <= burst.index:
             raise Refused(f"expected a burst after {burst.index}, which was granted last, got {m.burst!r}")
-        self._state.wanted = Wanted(m.burst, m.executions, at)
+        if m.tasks and m.executions % len(m.tasks):
+            raise Refused(
+                f"expected groups of one size, got {m.executions!r} executions in {len(m.tasks)} groups; "
+                "name one task a group"
+            )
+        self._state.wanted = Wanted(m.burst, m.executions, m.tasks, at)
         return None
 
     def _started(self, m: p.Started, at: float) -> p.Reply:
         count = self._state.count
         if count.start(m.execution):
-            self._do.record("started", at, None, {"execution": m.execution, "p": count.started})
+            if not count.ended(m.execution):  # told late
+                self._state.running.start(m.execution, m.task, at)
+            self._do.record("started", at, None, {"execution": m.execution, "task": m.task, "p": count.started})
         return p.Ack()
 
     def _terminated(self, m: p.Terminated, at: float) -> p.Reply:
@@ -65,6 +72,10 @@ class Requests:
         if not state.count.terminate(m.execution):
             return p.Ack()
         state.quiet_since = at
+        if (ran := state.running.end(m.execution)) is not None:
+            state.durations.add(m.execution, at - ran.at)
+            if ran.task:
+                state.lengths.add(ran.task, at - ran.at)
         self._do.record(
             "terminated", at, None, {"execution": m.execution, "f": state.count.terminated, "w": state.water}
         )
@@ -85,6 +96,7 @@ class Requests:
             self._do.record("replace_declined", at, None, {**names, "reason": reason, **state.numbers()})
             return p.Declined(reason=reason)
         count.replace(m.execution, m.by)
+        state.running.end(m.execution)  # a failure that is not its own says nothing of how long executions take
         state.fates_due += 1
         state.quiet_since = at
         if state.burst:
@@ -136,6 +148,7 @@ class Requests:
     def _backlog(self, m: p.Backlog, at: float) -> p.Reply:
         if m != self._state.backlog:
             self._state.backlog, self._state.quiet_since = m, at
+            self._state.pace.work(m.work_left, m.work_done, at)
             self._do.record("backlog", at, None, {f: getattr(m, f) for f in m.__struct_fields__})
         return p.Ack()
 
@@ -169,7 +182,7 @@ class Requests:
             self._do.fail(cell, at, "agent_restarted", 0.0, {})
         cell.agent, cell.engine, cell.url, cell.capacity = m.agent, m.engine, m.engine_url, m.capacity
         cell.version, cell.heard, cell.trainer = m.version, at, "idle"
-        cell.engine_alive = cell.trainer_alive = True
+        cell.engine_alive, cell.trainer_alive = True, cell.index < self._config.cells
         cell.enter_failures = cell.return_failures = 0
         cell.suspect = False
         self._do.record(

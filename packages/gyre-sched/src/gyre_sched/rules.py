@@ -36,12 +36,14 @@ def settled(state: State, at: float, config: SchedConfig) -> str | None:
     return None
 
 
-def has_data(state: State, cell: Cell) -> bool:
+def has_data(state: State, cell: Cell, config: SchedConfig) -> bool:
     """Whether `cell` would find something to train on. The core also closes a batch that has no work left, and trains
     again what was closed after the checkpoint it was restored from."""
     backlog = state.backlog
     if backlog is None:
         return False
+    if config.schedule == "async":
+        return True  # its trainers wait for data in training
     if cell.index == 0 and backlog.version > state.version and state.core.trainer_alive:
         return True
     if backlog.micro_steps_left or backlog.waiting or backlog.batches_ready:
@@ -55,6 +57,8 @@ def next_to_train(state: State, at: float, config: SchedConfig) -> Cell | None:
         return None
     if not state.by_role[Role.ROLLOUT] or state.backlog is None:
         return None
+    if config.schedule == "colocate" and state.water:
+        return None
     core = state.core
     if core.role is Role.ROLLOUT:
         cell = core
@@ -65,22 +69,41 @@ def next_to_train(state: State, at: float, config: SchedConfig) -> Cell | None:
         cell = state.cells[min(able)]
     else:
         return None
-    if cell.pending or not cell.may_train(config) or not water_allows(state, cell) or not has_data(state, cell):
+    if cell.pending or not cell.may_train(config) or at - cell.since < config.dwell:
         return None
-    if settled(state, at, config) or core_stays(state, at, config):
+    if not water_allows(state, cell) or not has_data(state, cell, config):
+        return None
+    if config.schedule != "async" and (settled(state, at, config) or core_stays(state, at, config)):
         return None
     return cell
+
+
+def staleness(state: State, per_burst: int) -> int:
+    """Versions that the last batch of a burst granted now will be behind when it is trained: what is still to be
+    trained before the burst, and the batches of the burst before the last one."""
+    return state.behind + per_burst - 1
+
+
+def staleness_bound(config: SchedConfig, per_burst: int) -> int:
+    """Versions that a batch may be behind: `max_staleness`, or what the schedule brings by itself."""
+    if config.max_staleness is not None:
+        return config.max_staleness
+    if config.schedule == "async":
+        return 2 * per_burst - 1  # a burst is sampled while the one before is trained
+    return per_burst - 1 + (config.stay_behind if config.schedule == "elastic" and config.core_stays else 0)
 
 
 def core_stays(state: State, at: float, config: SchedConfig) -> bool:
     """After a burst the core trains on only if another batch is ready and the capacity of the other cells covers the
     executions about to be dispatched. At most `stay_behind` batches may be untrained: it bounds the staleness."""
     wanted, backlog = state.wanted, state.backlog
-    if not config.core_stays or state.water or wanted is None or at - wanted.at > _FRESH or backlog is None:
+    if config.schedule != "elastic" or not config.core_stays or state.water or backlog is None:
+        return False
+    if wanted is None or at - wanted.at > _FRESH:
         return False
     if state.core.role is not Role.TRAINING or not backlog.batches_ready:
         return False
-    if state.due - backlog.batches_closed > config.stay_behind:
+    if state.behind > config.stay_behind or staleness(state, state.per_burst) > state.staleness_bound:
         return False
     others = state.having(Role.ROLLOUT, Role.TRAINING, Role.LEAVING, Role.REFRESHING)
     return wanted.executions <= sum(c.capacity for c in others if c.index)
@@ -89,8 +112,10 @@ def core_stays(state: State, at: float, config: SchedConfig) -> bool:
 def returning(state: State, at: float, config: SchedConfig) -> list[Cell]:
     """Training cells that go back to rollout now. They do not go earlier: their engines would take weights that the
     open batch is about to replace, and by the water rule the routable engines cover the work."""
+    if state.water or state.stopping is not None or config.schedule == "async":
+        return []
     training = state.having(Role.TRAINING)
-    if not training or state.water or state.stopping is not None or not readable(state):
+    if not training or not readable(state):
         return []
     if settled(state, at, config):
         return training
@@ -146,9 +171,9 @@ def outdated(state: State, at: float, config: SchedConfig) -> list[Cell]:
     if state.stopping is not None or not readable(state):
         return []
     if state.water:
-        due = config.refresh_in_rollout
+        due = config.refresh_in_rollout or config.admission == "continuous"
     else:
-        due = bool(settled(state, at, config)) or core_stays(state, at, config)
+        due = config.schedule == "async" or bool(settled(state, at, config)) or core_stays(state, at, config)
     if not due:
         return []
     return [c for c in state.having(Role.ROLLOUT) if c.version != state.version and not c.pending]
@@ -160,23 +185,38 @@ def grant_obstacle(state: State, at: float, config: SchedConfig, *, per_burst: i
         return f"shutting down: {state.stopping or 'asked to'}"
     if state.halted:
         return state.halted
-    if state.water:
+    continuous = config.admission == "continuous"
+    if state.water and not continuous:
         return f"burst {state.burst.index if state.burst else '?'} has {state.water} unfinished executions"
+    if state.queued:
+        return f"{state.queued} executions wait for a free place"
     backlog = state.backlog
     if backlog is None:
         return "the feed was not heard yet"
     if (state.due if state.granted else backlog.batches_closed) + per_burst > steps:
         return f"all {steps} steps have their executions"
+    late = staleness(state, per_burst)
+    if config.schedule == "async":
+        if late > state.staleness_bound:
+            return f"{state.behind} batches are not trained: the burst would be {late} versions behind"
+        if backlog.version > state.version:
+            return f"version {backlog.version} is not published yet"
     stays = core_stays(state, at, config)
-    if not stays and settled(state, at, config) is None:
+    if config.schedule != "async" and not stays and settled(state, at, config) is None:
         return "data of the last burst is not trained yet"
-    roles = [Role.STARTING, *MOVING, Role.LEAVING, Role.REFRESHING, Role.TRAINING]
+    roles = [Role.STARTING, *MOVING, Role.LEAVING]
+    if not (continuous and state.water):
+        roles.append(Role.REFRESHING)
+    if config.schedule != "async":
+        roles.append(Role.TRAINING)
     if busy := [c for c in state.having(*roles) if not (stays and c.index == 0)]:
         return f"cell {busy[0].index} is {busy[0].role}"
+    if config.schedule == "async" and (early := [c for c in state.having(Role.ROLLOUT) if c.may_train(config)]):
+        return f"cell {early[0].index} does not train yet"
     if mending := [c for c in state.having(Role.FAILED) if c.mending(at, config)]:
         return f"cell {mending[0].index} has failed and may come back"
     if not state.capacity:
         return "no engine is routable"
-    if state.cells and any(c.version != state.version for c in state.having(Role.ROLLOUT)):
+    if not (continuous and state.water) and any(c.version != state.version for c in state.having(Role.ROLLOUT)):
         return f"engines are not at version {state.version} yet"
     return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gyre_sched.cell import Cell
 from gyre_sched.errors import Refused
+from gyre_sched.pace import Pace
+from gyre_sched.predict import Durations, Running, TaskLengths
 from gyre_sched.protocol import Backlog, Engine, Published, Role, Routes, Status
 
 
@@ -19,6 +22,7 @@ class Burst:
     granted: float
     ended: float | None = None
     settled: bool = False
+    order: tuple[int, ...] = ()  # in which its groups start; empty: as planned
 
 
 @dataclass(slots=True)
@@ -37,6 +41,7 @@ class Wanted:
 
     burst: int
     executions: int
+    tasks: tuple[str, ...]  # of its groups; empty: not told
     at: float
 
 
@@ -44,15 +49,17 @@ class Wanted:
 class Counters:
     """d, p and f: executions dispatched, started and terminated, cumulative.
 
-    Ids are kept for the open burst and the one before, which is as late as a repeated message can come.
+    Ids are kept for the last `keep` bursts: those that may be open, and one before, which is as late as a repeated
+    message can come.
     """
 
+    keep: int = 2
     dispatched: int = 0
     started: int = 0
     terminated: int = 0
-    _started: list[set[str]] = field(default_factory=lambda: [set(), set()])
-    _terminated: list[set[str]] = field(default_factory=lambda: [set(), set()])
-    _replaced: list[set[str]] = field(default_factory=lambda: [set(), set()])
+    _started: list[set[str]] = field(default_factory=lambda: [set()])
+    _terminated: list[set[str]] = field(default_factory=lambda: [set()])
+    _replaced: list[set[str]] = field(default_factory=lambda: [set()])
 
     @property
     def water(self) -> int:
@@ -63,7 +70,7 @@ class Counters:
         """A burst was granted."""
         self.dispatched += executions
         for ids in (self._started, self._terminated, self._replaced):
-            ids[:] = [set(), ids[0]]
+            ids[:] = [set(), *ids[: self.keep - 1]]
 
     def start(self, execution: str) -> bool:
         """Count a start once; False if it was counted before. Raises `Refused` beyond d."""
@@ -108,8 +115,27 @@ class Counters:
 class State:
     """Everything the policy decides on. Only `Policy.step` changes it."""
 
-    def __init__(self, cells: int, *, epoch: int = 0, at: float = 0.0) -> None:
-        self.count = Counters()
+    def __init__(
+        self,
+        cells: int,
+        *,
+        epoch: int = 0,
+        at: float = 0.0,
+        durations: Iterable[float] = (),
+        bursts: int = 2,
+        per_burst: int = 1,
+        staleness_bound: int = 0,
+    ) -> None:
+        """cells: standalone engines included; durations: what seeds the predictor, seconds; bursts: whose executions'
+        ids are kept; per_burst: batches; staleness_bound: versions."""
+        self.count = Counters(keep=bursts)
+        self.durations = Durations(durations)
+        self.running = Running()
+        self.lengths = TaskLengths()
+        self.pace = Pace(at)
+        self.per_burst = per_burst
+        self.staleness_bound = staleness_bound
+        self.held: int | None = None  # the cell that might leave by the water level and is kept, as last recorded
         self.cells = [Cell(i, since=at, heard=at) for i in range(cells)]
         self.by_role: dict[Role, set[int]] = {role: set() for role in Role}
         self.by_role[Role.STARTING] = set(range(cells))
@@ -135,6 +161,16 @@ class State:
     def water(self) -> int:
         """w: unfinished executions."""
         return self.count.water
+
+    @property
+    def queued(self) -> int:
+        """Dispatched executions that wait for a free place."""
+        return max(0, self.water - len(self.running))
+
+    @property
+    def behind(self) -> int:
+        """Batches of granted bursts that are not trained."""
+        return max(0, self.due - self.backlog.batches_closed) if self.granted and self.backlog else 0
 
     @property
     def version(self) -> int:
@@ -165,6 +201,8 @@ class State:
         self.by_role[before].discard(cell.index)
         self.by_role[to].add(cell.index)
         self._capacity = None
+        if Role.TRAINING in (before, to):
+            self.pace.trainers(len(self.by_role[Role.TRAINING]), at)
         return seconds
 
     def having(self, *roles: Role) -> list[Cell]:
