@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     status.add_argument("run_dir", type=Path, help="its run directory")
     status.add_argument("--json", action="store_true")
 
+    top = commands.add_parser("top", help="watch a training in this terminal, or look at one that has ended")
+    top.add_argument("run_dir", type=Path, help="its run directory")
+
     show = commands.add_parser("summary", help="the summary of a run, made again from its files")
     show.add_argument("run_dir", type=Path)
     show.add_argument("--json", action="store_true")
@@ -56,7 +59,7 @@ def _guarded(arguments: argparse.Namespace) -> int:
     from gyre_train.errors import TrainError
     from gyre_transport.errors import TransportError
 
-    command = {"run": _run, "status": _status, "summary": _summary, "doctor": _doctor}[arguments.command]
+    command = {"run": _run, "status": _status, "top": _top, "summary": _summary, "doctor": _doctor}[arguments.command]
     try:
         return command(arguments)
     except (LaunchError, TransportError, SchedError, ProxyError, TrainError) as e:
@@ -119,6 +122,13 @@ def _status(arguments: argparse.Namespace) -> int:
         print(json.dumps(msgspec.to_builtins(status), indent=2))
     else:
         print(lines(View(status=status, total_steps=context.run.steps))[0])
+    return 0
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from gyre_sched.face.top import Top
+
+    Top(arguments.run_dir).run()
     return 0
 
 

@@ -18,6 +18,7 @@ import tomli_w
 from gyre_agent_proxy.config import ProxyConfig
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_launch import models
+from gyre_launch.trackers import MetricsConfig
 from gyre_sched.config import SchedConfig
 from gyre_sched.engine.config import EngineConfig
 from gyre_train.config import TrainConfig
@@ -47,6 +48,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "train": TrainConfig,
     "proxy": ProxyConfig,
     "runner": RunnerConfig,
+    "metrics": MetricsConfig,
 }
 
 

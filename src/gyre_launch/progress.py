@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from gyre_launch.summary import read_steps
+from gyre_launch.trackers import MetricsConfig, Trackers
 from gyre_launch.view import View, lines, step_table, switch_line
+from gyre_sched.face.readings import read_counters, read_steps
 from gyre_sched.protocol import Event, GetStatus, Publication, Reply
 from gyre_transport.bus import Client, Subscriber
 from gyre_transport.errors import BusError
@@ -30,7 +28,7 @@ _PLAIN_PERIOD = 15.0  # seconds between blocks of lines where there is no screen
 class Progress:
     """Follow a run and print it."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, metrics: MetricsConfig) -> None:
         self._context = context
         self._console = Console()
         self._view = View(total_steps=context.run.steps, executions=context.run.steps * context.batch.executions)
@@ -38,6 +36,7 @@ class Progress:
         self._shown_steps = 0
         self._plain_at = time.monotonic()
         self._started = time.monotonic()
+        self._trackers = Trackers(metrics, context.dir.metrics, context.run.name, self.say)
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
@@ -62,6 +61,7 @@ class Progress:
         await asyncio.gather(task, return_exceptions=True)
         self._live = None
         self._steps()
+        self._trackers.close()
 
     async def _listen(self) -> None:
         async with Subscriber(self._context.bus.address("scheduler.events"), Publication) as events:
@@ -78,8 +78,8 @@ class Progress:
             while True:
                 with contextlib.suppress(BusError):
                     self._view.status = await scheduler.call(GetStatus(), deadline=2.0)
-                self._view.runner = _read(self._context.dir.metrics / "runner.json") or self._view.runner
-                self._view.proxy = _read(self._context.dir.metrics / "proxy.json") or self._view.proxy
+                self._view.runner = read_counters(self._context.dir.metrics / "runner.json") or self._view.runner
+                self._view.proxy = read_counters(self._context.dir.metrics / "proxy.json") or self._view.proxy
                 self._steps()
                 self._draw()
                 await asyncio.sleep(_PERIOD)
@@ -89,6 +89,7 @@ class Progress:
         for step in self._view.steps[self._shown_steps :]:
             self.say(f"step {step.get('step')} done")
             self._console.print(step_table(step), markup=False, highlight=False, soft_wrap=True)
+            self._trackers.step(step)
         self._shown_steps = len(self._view.steps)
 
     def _draw(self) -> None:
@@ -98,11 +99,3 @@ class Progress:
             self._plain_at = time.monotonic()
             for line in lines(self._view):
                 self.say(line)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None

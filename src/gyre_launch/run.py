@@ -1,6 +1,6 @@
 """One run, from the config file to the summary.
 
-    resolve ─▶ preflight ─▶ RUN/config.toml ─▶ start ─▶ watch (progress beside it) ─▶ stop ─▶ RUN/summary.json
+    resolve ─▶ preflight ─▶ RUN/config.toml ─▶ start ─▶ watch (progress beside it) ─▶ stop ─▶ summary, report
 
 The same `stop` ends a finished run, a failed one and an interrupted one.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from gyre_launch.errors import LaunchError, RunFailed
 from gyre_launch.plan import plan
 from gyre_launch.progress import Progress
 from gyre_launch.supervisor import Supervisor
+from gyre_sched.errors import SchedError
+from gyre_sched.face.follow import Follower
+from gyre_sched.face.page import write_report
 from gyre_transport.run import Context
 
 
@@ -43,7 +47,7 @@ async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
     SIGINT and SIGTERM stop everything in order and raise `RunFailed` that says what can be resumed. Raises `RunFailed`
     and transport errors.
     """
-    progress = Progress(context)
+    progress = Progress(context, resolved.metrics)
     supervisor = Supervisor(context, plan(resolved), progress.say)
     loop = asyncio.get_running_loop()
     main = asyncio.create_task(_main(supervisor))
@@ -76,11 +80,22 @@ async def execute(resolved: Resolved, context: Context) -> dict[str, Any]:
             loop.remove_signal_handler(number)
         result = summary.build(context.dir)
         summary.write(result, context.dir.summary)
+        report(context, progress.say)
     if interrupted:
         raise RunFailed(f"stopped by {stopped[0].name}; {resumable(context)}")
     if faults:
         raise RunFailed("the run was trained to its end, but it did not end well: " + "; ".join(faults))
     return result
+
+
+def report(context: Context, say: Callable[[str], None]) -> None:
+    """Write RUN/report.html, the run's page as it ended; without one the run ended all the same."""
+    try:
+        write_report(Follower(context.dir.path).look(), context.dir.report)
+    except SchedError as e:
+        say(f"no report: {e}")
+    else:
+        say(f"report: {context.dir.report}")
 
 
 async def _main(supervisor: Supervisor) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_launch.errors import LaunchError
+from gyre_sched.face.readings import read_counters, read_steps
 from gyre_sched.journal import durations, read_journal
 from gyre_sched.protocol import Event
 from gyre_transport.run import RunDir
@@ -54,7 +55,7 @@ def build(run_dir: RunDir) -> dict[str, Any]:
     journal = read_journal(run_dir.journal) if run_dir.journal.is_file() else None
     events = list(journal.events) if journal else []
     executions = _executions(run_dir.ledger)
-    proxy = _json(run_dir.metrics / "proxy.json")
+    proxy = read_counters(run_dir.metrics / "proxy.json")
     return {
         "run": {
             "name": run_dir.path.name,
@@ -83,15 +84,6 @@ def write(summary: dict[str, Any], path: Path) -> None:
         f.flush()
         os.fsync(f.fileno())
     partial.rename(path)
-
-
-def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The records of `metrics/steps.jsonl` in order of their steps; of a step that was replayed, the last."""
-    if not path.is_file():
-        return []
-    records = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    latest = {record["step"]: record for record in records}
-    return [latest[step] for step in sorted(latest)]
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:
@@ -150,14 +142,6 @@ def _mean_score(steps: list[dict[str, Any]]) -> float | None:
     pairs = [(s["mean_score"], s["executions"]) for s in steps if s["mean_score"] is not None and s["executions"]]
     total = sum(n for _, n in pairs)
     return sum(score * n for score, n in pairs) / total if total else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except OSError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def text(summary: dict[str, Any]) -> str:

@@ -51,7 +51,10 @@ class Supervisor:
 
     async def _start(self, p: Planned, env: dict[str, str]) -> None:
         log = self._context.dir.logs / f"{p.name}.log"
-        self.children[p.name] = await Child.start(p.name, p.argv, log=log, env=env, ready_within=p.ready_within)
+        child = await Child.start(p.name, p.argv, log=log, env=env, ready_within=p.ready_within)
+        self.children[p.name] = child
+        if page := child.info.get("web"):
+            self._say(f"watch the run at {page}")
 
     async def watch(self) -> None:
         """Return when the runner has ended well; raises `RunFailed` when any process ends before that."""

@@ -89,6 +89,51 @@ def _journal(args: argparse.Namespace) -> int:
     return 0
 
 
+def _top(args: argparse.Namespace) -> int:
+    try:
+        from gyre_sched.face.top import Top
+    except ImportError as e:
+        raise _extra_missing("top", e) from e
+
+    Top(args.run_dir, period=args.period).run()
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from gyre_sched.face.follow import Follower
+    from gyre_sched.face.page import write_report
+
+    out = args.out or args.run_dir / "report.html"
+    size = write_report(Follower(args.run_dir).look(), out)
+    print(json.dumps({"report": str(out), "bytes": size}) if args.json else f"{out}: {size:,} bytes")
+    return 0
+
+
+def _web(args: argparse.Namespace) -> int:
+    from gyre_sched.errors import SchedError
+    from gyre_sched.face.config import WebConfig
+    from gyre_sched.face.web import Web
+
+    try:
+        config = WebConfig(host=args.host, port=args.port)
+    except ValueError as e:
+        raise SchedError(str(e)) from None
+
+    async def show() -> None:
+        async with Web(args.run_dir, config) as page:
+            print(f"{page.url}\nuntil interrupted", flush=True)
+            await asyncio.Event().wait()
+
+    asyncio.run(show())
+    return 0
+
+
+def _extra_missing(command: str, error: ImportError) -> Exception:
+    from gyre_sched.errors import SchedError
+
+    return SchedError(f"`{command}` needs the package {error.name!r}: install gyre-sched[face]")
+
+
 def _line(at: float, kind: str, cell: int | None, numbers: dict[str, Any]) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"
     where = "" if cell is None else f"cell {cell}"
@@ -126,6 +171,23 @@ def parser() -> argparse.ArgumentParser:
     journal.add_argument("--json", action="store_true", help="every event, one JSON object a line")
     journal.add_argument("--all", action="store_true", help="executions and backlog too")
     journal.set_defaults(run=_journal)
+
+    screen = commands.add_parser("top", help="watch a run in this terminal (extra [face])")
+    screen.add_argument("run_dir", type=Path, help="its run directory, of a running or an ended run")
+    screen.add_argument("--period", type=float, default=1.0, help="seconds between two looks (default 1)")
+    screen.set_defaults(run=_top)
+
+    page = commands.add_parser("web", help="serve a run's page, as its scheduler does")
+    page.add_argument("run_dir", type=Path, help="its run directory, of a running or an ended run")
+    page.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    page.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    page.set_defaults(run=_web)
+
+    report = commands.add_parser("report", help="write a run's page to a file that needs no server")
+    report.add_argument("run_dir", type=Path, help="its run directory")
+    report.add_argument("--out", type=Path, help="file to write (default RUN/report.html)")
+    report.add_argument("--json", action="store_true", help="one JSON object")
+    report.set_defaults(run=_report)
     return top
 
 

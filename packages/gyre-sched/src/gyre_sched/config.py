@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from gyre_sched.face.config import WebConfig
 
 _MAY_BE_ZERO = {"dwell", "leave_margin"}
 
@@ -40,6 +41,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stay_behind: int = 1  # batches of earlier bursts that may be untrained then; adds as much to the staleness
     refresh_in_rollout: bool = False  # refresh engines during a burst whenever a version is published
     trainer: tuple[str, ...] = ()  # command of a cell's trainer; empty: gyre-train's replica
+    web: WebConfig = WebConfig()
 
     def __post_init__(self) -> None:
         for name in ("cells", "capacity", "attempts", "stay_behind", "trainers"):

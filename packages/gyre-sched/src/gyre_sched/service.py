@@ -11,6 +11,7 @@ A step is never interrupted: inputs are taken one at a time, in the order in whi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -204,8 +205,14 @@ async def serve(context: Context) -> None:
         per_burst=context.batch.per_burst,
         steps=context.run.steps,
     )
-    async with service:
-        ready(scheduler=service.address, events=service.events_address)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(service)
+        page = ""
+        if config.web.on:
+            from gyre_sched.face.web import Web
+
+            page = (await stack.enter_async_context(Web(context.dir.path, config.web))).url
+        ready(scheduler=service.address, events=service.events_address, web=page)
         stopped = asyncio.create_task(stop.wait())
         try:
             waiting: list[asyncio.Future[Any]] = [stopped, service.failed]

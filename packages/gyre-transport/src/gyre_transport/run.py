@@ -96,6 +96,7 @@ class RunDir:
         self.policy = self.path / "policy"  # the trained policy, a Hugging Face folder
         self.secret = self.path / "secret"  # 0600; signs execution keys
         self.summary = self.path / "summary.json"
+        self.report = self.path / "report.html"
 
     def log(self, execution: str) -> Path:
         """The call log of an execution."""
