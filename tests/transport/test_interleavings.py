@@ -98,6 +98,7 @@ class World:
 @pytest.mark.parametrize("block", range(_BLOCKS))
 def test_no_reader_ever_accepts_a_mixture(block, script, monkeypatch):
     monkeypatch.setattr(reads, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(ShmChannel, "window", 0)
     monkeypatch.setattr(TcpChannel, "window", 1 << 13)
     world = World(script)
     for channel in (ShmChannel, TcpChannel):

@@ -138,6 +138,7 @@ def test_an_owner_that_is_dead_but_not_reaped_is_stale(doomed, kind, eventually,
 def test_a_region_that_goes_during_the_read_is_stale(doomed, kind, end, monkeypatch):
     answer = doomed.ask(kind, nbytes=1 << 20, seed=1)
     monkeypatch.setattr(reads, "_CHUNK", 1 << 18)
+    monkeypatch.setattr(ShmChannel, "window", 0)
     pieces = []
     plain = ShmChannel.complete
 
@@ -205,6 +206,7 @@ def test_no_time_left_is_an_error(owner, kind):
 def test_a_deadline_that_passes_during_the_read(owner, monkeypatch):
     descriptor = decoded(owner.ask("allocate", nbytes=1 << 20, seed=1))
     monkeypatch.setattr(reads, "_CHUNK", 1 << 18)
+    monkeypatch.setattr(ShmChannel, "window", 0)
     now, plain = [0.0], ShmChannel.complete
 
     def complete(self):

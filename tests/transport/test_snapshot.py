@@ -52,6 +52,7 @@ def values(snapshot) -> set[float]:
 def hook_read(monkeypatch, act, *, after: int, chunk: int = 1 << 12) -> None:
     """Call `act` once, when `after` pieces of the first read have been copied."""
     monkeypatch.setattr(reads, "_CHUNK", chunk)
+    monkeypatch.setattr(ShmChannel, "window", 0)
     plain, seen = ShmChannel.complete, []
 
     def complete(self):

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from gyre_transport import endpoint
-from gyre_transport.backends import server, tcp, wire
+from gyre_transport.backends import connection, server, session, tcp, wire
 from gyre_transport.descriptor import Endpoint, network
 from gyre_transport.errors import ConfigError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
 from gyre_transport.memory import Descriptor, Region, allocate, read, read_chunks
@@ -54,8 +54,12 @@ class Raw:
         return mine + nonce
 
     def request(self, nonces: bytes, number: int = 0, offset: int = 0, length: int = 100) -> bytes:
+        body = wire.STRETCH.pack(offset, length & 0xFFFFFFFF, max(1, length >> 32), 0)
+        return wire.REQUEST.pack(wire.Kind.READ, 1, self.descriptor.slot, self.proof(nonces, number, body)) + body
+
+    def proof(self, nonces: bytes, number: int, body: bytes) -> bytes:
         d = self.descriptor
-        return wire.REQUEST.pack(d.slot, offset, length, wire.proof(d.secret, nonces, number, d.slot, offset, length))
+        return wire.proof(d.secret, nonces, number, wire.Kind.READ, len(body) // wire.STRETCH.size, d.slot, body)
 
     def take(self, nbytes: int) -> bytes:
         got = b""
@@ -82,10 +86,10 @@ def test_an_answer_is_the_bytes_and_a_seal(region):
         nonces = raw.greet()
         raw.socket.sendall(raw.request(nonces, 0) + raw.request(nonces, 1, 90, 10))
         for number, offset, length in ((0, 0, 100), (1, 90, 10)):
-            assert raw.take(wire.ANSWER.size) == wire.ANSWER.pack(wire.Status.OK, number)
+            assert raw.take(wire.ANSWER.size) == wire.ANSWER.pack(wire.Status.OK, number, length)
             assert raw.take(length) == b"\x07" * length
-            d = raw.descriptor
-            assert raw.take(wire.MAC_BYTES) == wire.seal(d.secret, nonces, number, d.slot, offset, length)
+            proof = raw.proof(nonces, number, wire.STRETCH.pack(offset, length, 1, 0))
+            assert raw.take(wire.MAC_BYTES) == wire.seal(raw.descriptor.secret, proof)
 
 
 @pytest.mark.parametrize(
@@ -124,27 +128,28 @@ def test_without_proof_not_a_byte_is_served(region):
         nonces = raw.greet()
         good = raw.request(nonces, 1)
         raw.socket.sendall(overheard + good + good)
-        assert wire.ANSWER.unpack(raw.take(wire.ANSWER.size)) == (wire.Status.STALE, 0)
+        assert wire.ANSWER.unpack(raw.take(wire.ANSWER.size)) == (wire.Status.STALE, 0, 0)
         raw.socket.shutdown(socket.SHUT_WR)
         assert raw.closed()  # what follows a refusal is not answered
     for number, offset, length in ((1, 0, 100), (0, 1, 99)):  # the proof of another request
         with Raw(region) as raw:
             nonces = raw.greet()
-            proof = raw.request(nonces, number, offset, length)[-wire.MAC_BYTES :]
-            raw.socket.sendall(wire.REQUEST.pack(raw.descriptor.slot, 0, 100, proof))
-            assert wire.ANSWER.unpack(raw.take(wire.ANSWER.size)) == (wire.Status.STALE, 0)
+            proof = raw.proof(nonces, number, wire.STRETCH.pack(offset, length, 1, 0))
+            body = wire.STRETCH.pack(0, 100, 1, 0)
+            raw.socket.sendall(wire.REQUEST.pack(wire.Kind.READ, 1, raw.descriptor.slot, proof) + body)
+            assert wire.ANSWER.unpack(raw.take(wire.ANSWER.size)) == (wire.Status.STALE, 0, 0)
 
 
 def test_what_is_outside_is_refused(region):
     for offset, length in ((1, 100), (101, 0), ((1 << 64) - 1, 10), (0, 101)):
         with Raw(region) as raw:
             raw.socket.sendall(raw.request(raw.greet(), offset=offset, length=length))
-            assert wire.ANSWER.unpack(raw.take(wire.ANSWER.size)) == (wire.Status.OUTSIDE, 0)
+            assert wire.ANSWER.unpack(raw.take(wire.ANSWER.size)) == (wire.Status.OUTSIDE, 0, 0)
 
 
 def test_another_version_is_told_so_and_gets_nothing(region):
     with Raw(region) as raw:
-        raw.socket.sendall(raw.request(raw.greet(version=2)))
+        raw.socket.sendall(raw.request(raw.greet(version=1)))
         raw.socket.shutdown(socket.SHUT_WR)
         assert raw.closed()
 
@@ -160,7 +165,8 @@ def test_who_asks_and_does_not_take_waits_with_bounded_memory(region):
         read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")  # the others are served meanwhile
         listener = region._record.listener
         assert all(
-            len(c._waiting) <= wire.MAX_WAITING + server._RECEIVE // wire.REQUEST.size for c in listener._connections
+            len(c._waiting) <= wire.MAX_WAITING + session.RECEIVE // len(raw.request(nonces))
+            for c in listener._sessions
         )
         size = wire.ANSWER.size + 100 + wire.MAC_BYTES
         answers = raw.take(many * size)
@@ -249,13 +255,13 @@ def test_another_generation(region):
 
 
 def test_bytes_of_one_who_does_not_have_the_key(region):
-    answer = wire.ANSWER.pack(wire.Status.OK, 0) + bytes(100) + bytes(wire.MAC_BYTES)
+    answer = wire.ANSWER.pack(wire.Status.OK, 0, 100) + bytes(100) + bytes(wire.MAC_BYTES)
     with Fake(welcome(region.descriptor), answer) as fake, pytest.raises(StaleDescriptor, match="not sealed"):
         read(at(fake, region.descriptor), bytearray(100), deadline=LONG, via="tcp")
 
 
 def test_an_owner_that_says_it_holds_less(region):
-    answer = wire.ANSWER.pack(wire.Status.OUTSIDE, 0)
+    answer = wire.ANSWER.pack(wire.Status.OUTSIDE, 0, 0)
     with Fake(welcome(region.descriptor), answer) as fake, pytest.raises(ShapeMismatch, match="holds less"):
         read(at(fake, region.descriptor), bytearray(100), deadline=LONG, via="tcp")
 
@@ -325,21 +331,21 @@ def test_connections_are_kept_few_and_used_again(region):
         thread.start()
     for thread in threads:
         thread.join(LONG)
-    (kept,) = tcp._kept._idle.values()
-    assert 1 <= len(kept) <= tcp._KEPT
+    (kept,) = connection._kept.idle.values()
+    assert 1 <= len(kept) <= connection.KEPT
     first = kept[-1]
     read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")
-    assert tcp._kept._idle[first.key][-1] is first
+    assert connection._kept.idle[first.key][-1] is first
     tcp.disconnect()
-    assert not tcp._kept._idle
+    assert not connection._kept.idle
 
 
 def test_a_kept_connection_that_was_closed_is_not_used(region, eventually):
     read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")
-    (kept,) = tcp._kept._idle.values()
+    (kept,) = connection._kept.idle.values()
     first = kept[0]
-    for connection in list(region._record.listener._connections):
-        connection.socket.shutdown(socket.SHUT_RDWR)
+    for served in list(region._record.listener._sessions):
+        served.socket.shutdown(socket.SHUT_RDWR)
     eventually(lambda: not first.usable)
     read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")
     assert first.socket.fileno() < 0
@@ -348,7 +354,7 @@ def test_a_kept_connection_that_was_closed_is_not_used(region, eventually):
 def test_a_connection_that_failed_is_not_kept(region):
     with pytest.raises(StaleDescriptor):
         read(msgspec.structs.replace(region.descriptor, key=bytes(16)), bytearray(100), deadline=LONG, via="tcp")
-    assert not tcp._kept._idle
+    assert not connection._kept.idle
 
 
 def test_a_forked_child_does_not_keep_its_parents_connections_up(tmp_path):

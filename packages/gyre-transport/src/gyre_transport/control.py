@@ -13,9 +13,11 @@ bytes.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -37,14 +39,25 @@ def start_time(pid: int) -> int | None:
 
 
 def memfd(name: str, nbytes: int) -> int:
-    """A new anonymous file of `nbytes`, closed on exec. Raises `DataError`."""
-    fd = os.memfd_create(f"gyre-{name}", os.MFD_CLOEXEC)
+    """A new anonymous file of `nbytes` for good, closed on exec. Raises `DataError`."""
+    fd = os.memfd_create(f"gyre-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # who maps it is safe from its end
     except (OSError, OverflowError) as e:
         os.close(fd)
         raise DataError(f"cannot allocate {nbytes:,} bytes of shared memory: {e}; free memory or ask for less") from e
     return fd
+
+
+class Caller(Protocol):
+    """Who made a call, as long as its connection lasts."""
+
+    def at_end(self, key: object, act: Callable[[], None] | None) -> None:
+        """Have `act` called once when the connection has ended, in place of what `key` had; None: nothing."""
+
+
+Calls = Callable[[bytes, Caller], bytes]  # answers in microseconds: it runs in the thread that serves reads
 
 
 class Export(msgspec.Struct, frozen=True, eq=False):
@@ -52,6 +65,7 @@ class Export(msgspec.Struct, frozen=True, eq=False):
 
     secret: bytes
     memory: memoryview  # [nbytes], format "B"
+    calls: Calls | None = None  # handles what readers that hold the descriptor say
 
 
 class Listener(Protocol):
@@ -95,7 +109,7 @@ class Record:
             record._used.add(slot)
             return record, slot
 
-    def grant(self, slot: int, memory: memoryview, content: Content | None) -> bytes:
+    def grant(self, slot: int, memory: memoryview, content: Content | None, calls: Calls | None = None) -> bytes:
         """Make `memory` readable under a fresh key, which is returned; what `slot` opened before is revoked.
 
         Raises `DataError` in a forked child (its parent's record).
@@ -105,7 +119,7 @@ class Record:
         key = secrets.token_bytes(SECRET_BYTES)
         proof = secret(self.owner, key, slot, memory.nbytes, content)
         self.revoke(slot)
-        self.exports[slot] = Export(proof, memory)
+        self.exports[slot] = Export(proof, memory, calls)
         os.pwrite(self._fd, proof, slot * SECRET_BYTES)
         return key
 

@@ -18,11 +18,17 @@ _STREAM = 16 << 20  # bytes that are worth another connection
 
 
 class Part(NamedTuple):
-    """One destination of `read_many`, as the arguments of `read`."""
+    """One destination of `read_many`, as the arguments of `read`.
+
+    rows, stride: `into` takes that many stretches of equal length, one after another, whose beginnings lie `stride`
+    bytes apart in the region, from `offset` on: some columns of a matrix.
+    """
 
     descriptor: Descriptor
     into: Any
     offset: int | None = None
+    rows: int = 1
+    stride: int = 0
 
 
 def read(
@@ -115,13 +121,48 @@ def read_chunks(
 def _cut(part: Part) -> Iterator[Piece]:
     """Check a part and cut it into requests."""
     local = view(part.into, writable=True)
-    _match(part.descriptor, local, part.offset)
-    return _stretch(part.descriptor, local, part.offset or 0, local.nbytes)
+    if part.rows == 1:
+        _match(part.descriptor, local, part.offset)
+        return _stretch(part.descriptor, local, part.offset or 0, local.nbytes)
+    return _rows(part, local, _row_bytes(part, local))
 
 
 def _stretch(descriptor: Descriptor, local: Buffer, offset: int, nbytes: int) -> Iterator[Piece]:
     for at in range(0, nbytes or 1, _CHUNK):  # an empty read asks, too: its descriptor may be stale
         yield Piece(descriptor, offset + at, local.bytes[at : min(at + _CHUNK, nbytes)], local.address + at)
+
+
+def _rows(part: Part, local: Buffer, length: int) -> Iterator[Piece]:
+    at, offset = 0, part.offset or 0
+    several = _CHUNK // length if length else part.rows
+    if not several:  # a row takes more than one request
+        for row in range(part.rows):
+            room = Buffer(
+                bytes=local.bytes[at : at + length], address=local.address + at, dtype=local.dtype, shape=local.shape
+            )
+            yield from _stretch(part.descriptor, room, offset + row * part.stride, length)
+            at += length
+        return
+    for row in range(0, part.rows, several):
+        rows = min(several, part.rows - row)
+        room_bytes = local.bytes[at : at + rows * length]
+        yield Piece(part.descriptor, offset + row * part.stride, room_bytes, local.address + at, rows, part.stride)
+        at += rows * length
+
+
+def _row_bytes(part: Part, local: Buffer) -> int:
+    """Bytes of one row. Raises `ShapeMismatch` unless all rows lie in the region and fill the destination."""
+    if part.rows < 1 or local.nbytes % part.rows:
+        raise ShapeMismatch(f"expected {local.nbytes:,} bytes to be {part.rows!r} rows of equal length")
+    length = local.nbytes // part.rows
+    offset = -1 if part.offset is None else part.offset
+    last = offset + (part.rows - 1) * part.stride + length
+    if offset < 0 or part.stride < length or last > part.descriptor.nbytes:
+        raise ShapeMismatch(
+            f"{part.rows} rows of {length:,} bytes, {part.stride:,} apart, from byte {part.offset}, are not in a "
+            f"region of {part.descriptor.nbytes:,}; read inside it"
+        )
+    return length
 
 
 def _match(descriptor: Descriptor, local: Buffer, offset: int | None) -> None:

@@ -13,11 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from gyre_transport.backends.channel import Piece
+from gyre_transport.backends.channel import Piece, takes_rows
 from gyre_transport.endpoint import Backend, open_channel
 from gyre_transport.errors import Cancelled, DataError, DeadlineExceeded
 
-_AHEAD = 32  # pieces asked for and not complete, a worker
+_AHEAD = 1024  # pieces asked for and not complete, a worker
 
 
 class Transfer:
@@ -133,8 +133,11 @@ class Transfer:
 
         self._proceed()
         with open_channel(descriptor, end=self._end, adopt=adopt, via=self._via) as channel:
+            whole = takes_rows(channel)
             while True:
                 mine = following is not None and following.descriptor is descriptor
+                if mine and following is not None and following.rows > 1 and not whole:
+                    following = self._split(following)
                 if not under_way and not mine:
                     self._disown(adopted)
                     return following
@@ -162,6 +165,13 @@ class Transfer:
             return self._pieces.popleft()
         except IndexError:
             return None
+
+    def _split(self, piece: Piece) -> Piece:
+        """Put the rows of `piece` in its place; returns the first."""
+        with self._lock:
+            self._pieces.extendleft(piece.row(n) for n in reversed(range(1, piece.rows)))
+            self._left += piece.rows - 1
+        return piece.row(0)
 
     def _proceed(self) -> None:
         if self._error is not None:

@@ -1,6 +1,6 @@
 """The owner's end of the tcp backend: one thread a process serves every region, large reads without copies of its own.
 
-    accept ─▶ HELLO / WELCOME ─▶ request … ─▶ answer …        (see `wire`)
+    accept ─▶ HELLO / WELCOME ─▶ request … ─▶ answer …        (see `wire` and `session`)
                                     │ malformed: closed          │ revoked before its first byte: refused
                                     │ wrong proof: refused       │ revoked meanwhile: closed, unsealed
 
@@ -14,163 +14,24 @@ nor take anything for `_IDLE` seconds are closed, and so is a peer that does not
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import selectors
 import socket
 import threading
 import time
-from collections import deque
 
 from gyre_transport.backends import wire
+from gyre_transport.backends.session import Malformed, Revoked, Session
 from gyre_transport.backends.wire import Status
-from gyre_transport.control import Export, Record
+from gyre_transport.control import Record
 from gyre_transport.descriptor import Endpoint, network
 from gyre_transport.run import TransportConfig
 
 log = logging.getLogger(__name__)
 
 _IDLE = 30.0  # seconds
-_SEND = 1 << 20  # bytes a system call
-_SMALL = 64 << 10  # bytes of an answer that leaves with its seal in one system call, for the price of a copy
-_TURN = 8 << 20  # bytes before the next connection has its turn
-_RECEIVE = 1 << 12
 _STOP = 5.0  # seconds for the thread to end
-
-
-class _Malformed(Exception):
-    """What came is not the protocol."""
-
-
-class _Revoked(Exception):
-    """The memory was taken back while it was being sent."""
-
-
-class _Connection:
-    """One client: what it asked for and what is still to be sent. All methods are called by the server's thread."""
-
-    def __init__(self, peer: socket.socket, record: Record) -> None:
-        self.socket = peer
-        self.active = time.monotonic()
-        self._record = record
-        self._nonces = b""
-        self._received = bytearray()
-        self._number = 0
-        self._refused = False
-        self._waiting: deque[tuple[int, int, int, int, bytes]] = deque()  # number, slot, offset, length, proof
-        self._out = b""  # framing to be sent before `_data`
-        self._data: memoryview | None = None  # left of the answer under way
-        self._export: Export | None = None
-        self._slot = 0  # of `_export`
-        self._sealed = b""
-
-    @property
-    def events(self) -> int:
-        """What to wait for."""
-        read = selectors.EVENT_READ if len(self._waiting) < wire.MAX_WAITING else 0
-        return read | (selectors.EVENT_WRITE if self._out or self._data is not None or self._waiting else 0)
-
-    @property
-    def serves_revoked(self) -> bool:
-        """Whether the answer under way is of memory that was taken back."""
-        # identity, since the same memory may have been granted anew
-        return self._export is not None and self._record.exports.get(self._slot) is not self._export
-
-    def receive(self) -> None:
-        """Take in what came. Raises `_Malformed`, `EOFError` or `OSError`."""
-        try:
-            came = self.socket.recv(_RECEIVE)
-        except BlockingIOError:
-            return
-        if not came:
-            raise EOFError
-        self.active = time.monotonic()
-        if self._refused:
-            return
-        self._received += came
-        if not self._nonces:
-            self._greet()
-        while self._nonces and len(self._received) >= wire.REQUEST.size:
-            slot, offset, length, proof = wire.REQUEST.unpack_from(self._received)
-            del self._received[: wire.REQUEST.size]
-            if length > wire.MAX_LENGTH:
-                raise _Malformed(f"{length:,} bytes asked for at once, at most {wire.MAX_LENGTH:,} are served")
-            self._waiting.append((self._number, slot, offset, length, proof))
-            self._number += 1
-
-    def _greet(self) -> None:
-        if len(self._received) < wire.HELLO.size:
-            if not wire.MAGIC.startswith(self._received[:4]):
-                raise _Malformed("no greeting")
-            return
-        magic, version, nonce = wire.HELLO.unpack_from(self._received)
-        del self._received[: wire.HELLO.size]
-        if magic != wire.MAGIC:
-            raise _Malformed("no greeting")
-        mine = wire.nonce()
-        self._out += wire.WELCOME.pack(wire.MAGIC, wire.VERSION, Status.OK, mine, self._record.owner.generation)
-        self._nonces = nonce + mine
-        self._refused = version != wire.VERSION  # the client knows from the welcome
-
-    def send(self) -> None:
-        """Send as much as the socket takes, up to a turn. Raises `_Revoked` or `OSError`."""
-        sent = 0
-        while sent < _TURN:
-            if self._data is not None and not self._data.nbytes:
-                self._seal()
-            if self._data is None and self._waiting and len(self._out) < _SEND:
-                self._begin(*self._waiting.popleft())
-                continue
-            if not self._out and self._data is None:
-                return
-            if self.serves_revoked:
-                raise _Revoked
-            data = b"" if self._data is None else self._data[:_SEND]
-            more = socket.MSG_MORE if self._data is not None else 0  # the seal or the next answer goes with it
-            try:
-                n = self.socket.sendmsg([self._out, data], (), more)
-            except BlockingIOError:
-                return
-            self.active = time.monotonic()
-            sent += n
-            of_data = max(0, n - len(self._out))
-            self._out = self._out[n:]
-            if self._data is not None:
-                self._data = self._data[of_data:]
-
-    def _begin(self, number: int, slot: int, offset: int, length: int, proof: bytes) -> None:
-        export = self._record.exports.get(slot)
-        asked = (number, slot, offset, length)
-        if export is None or not hmac.compare_digest(proof, wire.proof(export.secret, self._nonces, *asked)):
-            self._refuse(Status.STALE, number)
-        elif offset + length > export.memory.nbytes:
-            self._refuse(Status.OUTSIDE, number)
-        else:
-            self._export, self._slot, data = export, slot, export.memory[offset : offset + length]
-            self._sealed = wire.seal(export.secret, self._nonces, *asked)
-            self._out += wire.ANSWER.pack(Status.OK, number)
-            if length <= _SMALL:
-                self._out += bytes(data)
-                self._seal()
-            else:
-                self._data = data
-
-    def _refuse(self, status: Status, number: int) -> None:
-        self._out += wire.ANSWER.pack(status, number)
-        self._refused = True
-        self._waiting.clear()
-
-    def _seal(self) -> None:
-        if self.serves_revoked:
-            raise _Revoked
-        self._out += self._sealed
-        self._data = self._export = None
-
-    def close(self) -> None:
-        """Close the socket and let go of the memory."""
-        self._data = self._export = None
-        self.socket.close()
 
 
 class Server:
@@ -184,7 +45,7 @@ class Server:
         self.endpoint = Endpoint(host=host, port=self._listener.getsockname()[1], network=network())
         self._record = record
         self._most = config.max_connections
-        self._connections: set[_Connection] = set()
+        self._sessions: set[Session] = set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -213,8 +74,8 @@ class Server:
     def abandon(self) -> None:
         """In a forked child: close its copies of the parent's files, so that peers notice when the parent ends."""
         self._closing = True
-        for connection in self._connections:
-            connection.socket.close()
+        for session in self._sessions:
+            session.socket.close()
         self._listener.close()
         os.close(self._wake)
         self._selector.close()
@@ -236,8 +97,8 @@ class Server:
                     "the tcp server at %s stopped; readers on other machines fail from here on", self.endpoint
                 )
         finally:
-            for connection in list(self._connections):
-                self._drop(connection)
+            for session in list(self._sessions):
+                self._drop(session)
             self._listener.close()
             self._selector.close()
             with self._lock:
@@ -251,7 +112,7 @@ class Server:
             log.warning("a connection could not be accepted: %s", e)
             return
         peer.setblocking(False)
-        if len(self._connections) >= self._most:
+        if len(self._sessions) >= self._most:
             log.warning("refused %s: %d connections are open (transport.max_connections)", address, self._most)
             with contextlib.suppress(OSError):
                 peer.send(wire.WELCOME.pack(wire.MAGIC, wire.VERSION, Status.BUSY, bytes(16), bytes(16)))
@@ -262,37 +123,37 @@ class Server:
         except OSError:
             peer.close()
             return
-        connection = _Connection(peer, self._record)
-        self._connections.add(connection)
-        self._selector.register(peer, selectors.EVENT_READ, connection)
+        session = Session(peer, self._record)
+        self._sessions.add(session)
+        self._selector.register(peer, selectors.EVENT_READ, session)
 
-    def _turn(self, connection: _Connection, events: int) -> None:
+    def _turn(self, session: Session, events: int) -> None:
         try:
             if events & selectors.EVENT_READ:
-                connection.receive()
-            connection.send()
-            self._selector.modify(connection.socket, connection.events, connection)
-        except _Malformed as e:
+                session.receive()
+            session.send()
+            self._selector.modify(session.socket, session.events, session)
+        except Malformed as e:
             log.warning("closed a connection that does not speak the protocol: %s", e)
-            self._drop(connection)
-        except (_Revoked, EOFError, OSError):
-            self._drop(connection)
+            self._drop(session)
+        except (Revoked, EOFError, OSError):
+            self._drop(session)
 
     def _woken(self) -> None:
         os.eventfd_read(self._wake)
-        for connection in [c for c in self._connections if c.serves_revoked]:
-            self._drop(connection)
+        for session in [s for s in self._sessions if s.serves_revoked]:
+            self._drop(session)
 
     def _drop_idle(self) -> None:
         before = time.monotonic() - _IDLE
-        for connection in [c for c in self._connections if c.active < before]:
-            self._drop(connection)
+        for session in [s for s in self._sessions if s.idle_since < before]:
+            self._drop(session)
 
-    def _drop(self, connection: _Connection) -> None:
-        self._connections.discard(connection)
+    def _drop(self, session: Session) -> None:
+        self._sessions.discard(session)
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection.socket)
-        connection.close()
+            self._selector.unregister(session.socket)
+        session.close()
 
 
 def tune(peer: socket.socket) -> None:

@@ -1,8 +1,8 @@
-"""Reads on one machine: process_vm_readv from the owner's address space, or preadv from its memfd.
+"""Reads on one machine: process_vm_readv from the owner's address space, or from a mapping of its memfd.
 
 The owner takes no part. `Peer` knows whether it lives and whether the secret in its control record still stands; both
-are looked at after every piece. Everything is a copy into the reader's own memory: nothing of the owner stays mapped
-here, and an owner that dies cannot fault a reader.
+are looked at after every batch. Everything is a copy into the reader's own memory: nothing of the owner stays mapped
+here, and a memfd that cannot shrink cannot fault a reader.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
+import mmap
 import os
 import select
-from collections import deque
 from functools import lru_cache
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
 
 from gyre_transport.backends.channel import ADDRESS_ERRORS, Adopt, Piece
 from gyre_transport.control import start_time
@@ -22,63 +27,123 @@ from gyre_transport.errors import DataError, StaleDescriptor, Unreachable
 
 _MEMFD = "/memfd:gyre-"  # as the kernel shows the name of what `control.memfd` makes
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
+_VECTOR = 1024  # stretches a system call takes (IOV_MAX)
 
 
 class ShmChannel:
     """A way to a region of a process on this machine; see `channel.Channel`."""
 
-    window = 0  # nothing is gained by asking ahead
+    window = 4 << 20  # small pieces share a system call and a look at the owner; nothing else is gained by asking ahead
+    takes_rows = True
 
     def __init__(self, descriptor: Descriptor, *, end: float, adopt: Adopt) -> None:
-        self._descriptor = descriptor
-        self._waiting: deque[Piece] = deque()
+        self._waiting: list[Piece] = []
+        self._came = 0  # pieces that have come and were not completed
+        self._memory: _Mapped | _Process
         self._peer = Peer(descriptor)
-        self._copy = self._from_process
-        if isinstance(descriptor.location, Shared):
-            try:
-                self._file = self._peer.open(descriptor.location.fd)  # if not the region's, the key is gone by now
-            except BaseException:
-                self._peer.close()
-                raise
-            self._copy = self._from_file
+        try:
+            if isinstance(descriptor.location, Shared):
+                self._memory = _Mapped(self._peer.open(descriptor.location.fd))  # if not the region's: the key is gone
+            else:
+                self._memory = _Process(self._peer, descriptor.location)
+        except BaseException:
+            self._peer.close()
+            raise
 
     def submit(self, piece: Piece) -> None:
         """Remember the piece."""
         self._waiting.append(piece)
 
     def complete(self) -> None:
-        """Copy the oldest piece."""
-        piece = self._waiting.popleft()
-        done = 0
-        while done < piece.into.nbytes:
+        """Copy all that was submitted, unless the oldest piece has come already."""
+        if not self._came:
             try:
-                n = self._copy(piece, done)
+                self._memory.copy(self._waiting)
             except OSError as e:
                 self._peer.check()
                 raise self._peer.refusal(e) from e
-            if n == 0:
-                raise StaleDescriptor(f"the memory of {self._peer.owner} is shorter than its descriptor says")
-            done += n
-        self._peer.check()
-
-    def _from_file(self, piece: Piece, done: int) -> int:
-        return os.preadv(self._file, [piece.into[done:]], piece.offset + done)
-
-    def _from_process(self, piece: Piece, done: int) -> int:
-        location = self._descriptor.location
-        assert isinstance(location, Address)  # noqa: S101  (the other kind is read from its file)
-        local = _Extent(piece.address + done, piece.into.nbytes - done)
-        remote = _Extent(location.address + piece.offset + done, piece.into.nbytes - done)
-        n = int(_libc().process_vm_readv(self._peer.owner.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0))
-        if n < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return n
+            self._peer.check()
+            self._came = len(self._waiting)
+            self._waiting = []
+        self._came -= 1
 
     def __enter__(self) -> ShmChannel:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._memory.close()
         self._peer.close()
+
+
+class _Process:
+    """A region in another process's address space."""
+
+    def __init__(self, peer: Peer, location: Address) -> None:
+        self._owner, self._base = peer.owner, location.address
+
+    def copy(self, pieces: list[Piece]) -> None:
+        """Copy pieces into their places. Raises `OSError`, `StaleDescriptor`."""
+        local = np.array([(p.address, p.into.nbytes) for p in pieces], np.uint64)
+        remote = np.array([(self._base + p.offset, p.into.nbytes) for p in pieces], np.uint64)
+        rows = [p.rows for p in pieces]
+        if max(rows, default=1) > 1:
+            remote, local = _by_row(remote, rows, pieces), _by_row(local, rows, None)
+        for start in range(0, len(remote), _VECTOR):
+            self._call(local[start : start + _VECTOR], remote[start : start + _VECTOR])
+
+    def _call(self, local: NDArray[np.uint64], remote: NDArray[np.uint64]) -> None:
+        total, count = int(remote[:, 1].sum()), len(remote)
+        if not total:
+            return
+        n = int(_libc().process_vm_readv(self._owner.pid, local.ctypes.data, count, remote.ctypes.data, count, 0))
+        if n < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        if n < total:  # it stops between two stretches, at the first it cannot read
+            whole = int(np.searchsorted(np.cumsum(remote[:, 1]), n, side="right"))
+            if not whole and not n:
+                raise StaleDescriptor(f"the memory of {self._owner} is shorter than its descriptor says")
+            self._call(local[whole:], remote[whole:])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _by_row(extents: NDArray[np.uint64], rows: list[int], pieces: list[Piece] | None) -> NDArray[np.uint64]:
+    """One extent a row; a piece's stride where `pieces` are given, else its rows are beside each other."""
+    counts = np.array(rows, np.uint64)
+    lengths = np.repeat(extents[:, 1] // counts, rows)
+    strides = np.repeat(np.array([p.stride for p in pieces], np.uint64), rows) if pieces else lengths
+    index = np.arange(len(lengths), dtype=np.uint64) - np.repeat(np.cumsum(counts) - counts, rows)
+    return np.stack([np.repeat(extents[:, 0], rows) + index * strides, lengths], axis=1)
+
+
+class _Mapped:
+    """A region that is a memfd, mapped."""
+
+    def __init__(self, fd: int) -> None:
+        size = os.fstat(fd).st_size
+        safe = bool(size and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+        if size and not safe:
+            raise DataError("the memory may shrink while it is read; make it with allocate()")
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ) if size else None
+        self._size = size
+
+    def copy(self, pieces: list[Piece]) -> None:
+        """Copy pieces into their places. Raises `OSError`."""
+        for piece in pieces:
+            length = piece.into.nbytes // piece.rows
+            if not length:
+                continue
+            if self._map is None or piece.offset + (piece.rows - 1) * piece.stride + length > self._size:
+                raise OSError(errno.EFAULT, "shorter than the descriptor says")
+            source = np.frombuffer(self._map, np.uint8, self._size - piece.offset, piece.offset)
+            into = np.frombuffer(piece.into, np.uint8).reshape(piece.rows, length)
+            np.copyto(into, as_strided(source, (piece.rows, length), (piece.stride, 1), writeable=False))
+
+    def close(self) -> None:
+        """Unmap."""
+        if self._map is not None:
+            self._map.close()
 
 
 class Peer:
@@ -169,25 +234,18 @@ def _readable() -> bool:
     with contextlib.suppress(OSError, ValueError), open("/proc/sys/kernel/yama/ptrace_scope") as f:
         if int(f.read()) > 1:
             return False
-    here, there = ctypes.c_uint64(1), ctypes.c_uint64(0)
-    source, target = (_Extent(ctypes.addressof(c), 8) for c in (here, there))
-    return bool(_libc().process_vm_readv(os.getpid(), ctypes.byref(target), 1, ctypes.byref(source), 1, 0) == 8)
-
-
-class _Extent(ctypes.Structure):
-    """struct iovec"""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+    memory = np.zeros(2, np.uint64)
+    there, here = (np.array([(memory.ctypes.data + 8 * i, 8)], np.uint64) for i in range(2))  # struct iovec
+    return bool(_libc().process_vm_readv(os.getpid(), here.ctypes.data, 1, there.ctypes.data, 1, 0) == 8)
 
 
 def _libc() -> ctypes.CDLL:
     global _loaded
     if _loaded is None:
         _loaded = ctypes.CDLL(None, use_errno=True)
-        pointer = ctypes.POINTER(_Extent)
         _loaded.process_vm_readv.restype = ctypes.c_ssize_t
         _loaded.process_vm_readv.argtypes = [
-            ctypes.c_int, pointer, ctypes.c_ulong, pointer, ctypes.c_ulong, ctypes.c_ulong,
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong,
         ]  # fmt: skip
         _loaded.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
     return _loaded

@@ -1,0 +1,276 @@
+"""The reader's end of a tcp connection: greeting, requests, answers, and what is kept for the next read.
+
+A connection is to one process generation, not to one region, and is kept for the next read: at most `KEPT` a peer, for
+`_KEEP` seconds. One that saw an error, a deadline or a cancellation is closed, never used again.
+
+    what the socket says                       what is raised
+    refused, closed, reset                     StaleDescriptor: the process ended, or took the memory back
+    no connection, or silent for two seconds
+    at the network's level                     Unreachable
+    nothing in time                            DeadlineExceeded
+    another process answers                    StaleDescriptor
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+
+from gyre_transport.backends import wire
+from gyre_transport.backends.channel import Adopt
+from gyre_transport.backends.server import tune
+from gyre_transport.backends.wire import Kind, Status
+from gyre_transport.descriptor import Descriptor, Endpoint, network
+from gyre_transport.errors import DataError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
+
+KEPT = 4
+_CONNECT = 2.0  # seconds: a machine that is up accepts or refuses sooner
+_SILENT = 1_900  # ms until the network's silence about a request is an error
+_KEEP = 10.0  # seconds, less than a server's patience
+
+
+class Connection:
+    """A greeted connection to one process generation, for one thread."""
+
+    def __init__(self, descriptor: Descriptor, endpoint: Endpoint, end: float, adopt: Adopt) -> None:
+        self.owner = descriptor.owner
+        self.key = (endpoint, descriptor.owner.generation)
+        self.idle_since = 0.0
+        self._number = 0
+        family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            adopt(self.interrupt)
+            self._connect(endpoint, end)
+            self._nonces = self._greet(endpoint, end)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def ask(self, descriptor: Descriptor, kind: Kind, count: int, body: bytes, end: float) -> bytes:
+        """Send a request; returns its proof."""
+        head = (self._number, kind, count, descriptor.slot)
+        proof = wire.proof(descriptor.secret, self._nonces, *head, body)
+        self._arm(end)
+        try:
+            self.socket.sendall(wire.REQUEST.pack(*head[1:], proof) + body)
+        except OSError as e:
+            raise self._lost(e, end) from e
+        self._number += 1
+        return proof
+
+    def answer(self, end: float) -> int:
+        """Receive the head of the oldest answer; returns its bytes' number, raises what a refusal means."""
+        head = bytearray(wire.ANSWER.size)
+        self._arm(end)
+        self.fill([memoryview(head)], end)
+        status, _, nbytes = wire.ANSWER.unpack(head)
+        if status == Status.OK:
+            return int(nbytes)
+        if status == Status.OUTSIDE:
+            raise ShapeMismatch(f"{self.owner} holds less than the descriptor says")
+        if status == Status.REFUSED:
+            raise DataError(f"{self.owner} takes no calls on that memory, or failed to handle one; its log says more")
+        raise StaleDescriptor(f"the memory of {self.owner} was deregistered; ask it for a new descriptor")
+
+    def fill(self, parts: list[memoryview], end: float) -> None:
+        """Receive until all `parts` are full."""
+        try:
+            while parts:
+                n = self.socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+                if not n:
+                    raise EOFError
+                whole = 0
+                while whole < len(parts) and n >= parts[whole].nbytes:
+                    n -= parts[whole].nbytes
+                    whole += 1
+                parts = parts[whole:]
+                if parts:  # a signal, the end of the time or of the connection: the next call tells
+                    parts[0] = parts[0][n:]
+                    if time.monotonic() >= end:
+                        raise TimeoutError
+        except (EOFError, OSError) as e:
+            raise self._lost(e, end) from e
+
+    def interrupt(self) -> None:
+        """From another thread: whatever waits on the connection returns now, with an error."""
+        with contextlib.suppress(OSError):  # not connected, or closed
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def usable(self) -> bool:
+        """Whether an idle connection is still up: its peer has neither closed it nor spoken out of turn."""
+        return not select.select([self.socket], [], [], 0)[0] if self.socket.fileno() >= 0 else False
+
+    def _connect(self, endpoint: Endpoint, end: float) -> None:
+        self.socket.settimeout(max(0.001, min(_CONNECT, end - time.monotonic())))
+        try:
+            tune(self.socket)
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT)  # for requests under way
+            self.socket.connect((endpoint.host, endpoint.port))
+        except ConnectionRefusedError:
+            raise StaleDescriptor(
+                f"nobody listens at {endpoint}: {self.owner} ended, or registers no memory any more; ask its "
+                "successor for a new descriptor"
+            ) from None
+        except TimeoutError as e:
+            raise _late(end, f"no connection to {self.owner} at {endpoint}") from e
+        except OSError as e:
+            raise Unreachable(
+                f"no connection to {self.owner} at {endpoint}: {e.strerror or e}; check the network and "
+                "transport.listen of the owner"
+            ) from e
+
+    def _greet(self, endpoint: Endpoint, end: float) -> bytes:
+        mine = wire.nonce()
+        welcome = bytearray(wire.WELCOME.size)
+        try:
+            self.socket.sendall(wire.HELLO.pack(wire.MAGIC, wire.VERSION, mine))
+            _receive(self.socket, memoryview(welcome))
+        except TimeoutError as e:
+            raise _late(end, f"{endpoint} accepted a connection, but said nothing") from e
+        except (EOFError, OSError) as e:
+            raise StaleDescriptor(f"{endpoint} closed the connection at once: {self.owner} is ending") from e
+        magic, version, status, nonce, generation = wire.WELCOME.unpack(welcome)
+        if (magic, version) != (wire.MAGIC, wire.VERSION):
+            raise Unreachable(
+                f"{endpoint} does not speak version {wire.VERSION} of the protocol, but {magic!r} {version}; "
+                "is it another version of Gyre, or another service on that port?"
+            )
+        if status == Status.BUSY:
+            raise Unreachable(
+                f"{self.owner} serves as many connections as it may; try later, or raise transport.max_connections"
+            )
+        if generation != self.owner.generation:
+            raise StaleDescriptor(
+                f"{self.owner} ended, and another process listens at {endpoint}; ask its successor for a new descriptor"
+            )
+        return mine + bytes(nonce)
+
+    def _arm(self, end: float) -> None:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise _late(end, f"no answer from {self.owner}")
+        self.socket.settimeout(None)  # the kernel keeps the time, or every call would be two
+        timeval = struct.pack("@ll", int(left), int(left % 1 * 1e6) or 1)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+    def _lost(self, e: Exception, end: float) -> DataError:
+        if isinstance(e, TimeoutError | BlockingIOError):  # the kernel gave the peer up, or the deadline passed
+            return _late(end, f"no answer from {self.owner}")
+        if isinstance(e, EOFError | ConnectionError):
+            return StaleDescriptor(
+                f"{self.owner} closed the connection: it ended, or took the memory back; ask for a new descriptor"
+            )
+        return Unreachable(f"the connection to {self.owner} is lost: {e}; read again")
+
+
+def connect(descriptor: Descriptor, *, end: float, adopt: Adopt) -> Connection:
+    """A connection to the owner, kept or new. Raises as the module says."""
+    endpoint = descriptor.endpoint
+    if endpoint is None:
+        raise Unreachable(f"{descriptor.owner} does not listen: transport.listen is empty there, or it failed")
+    if _loopback(endpoint.host) and endpoint.network != network():
+        raise Unreachable(
+            f"{descriptor.owner} is on another machine and listens on {endpoint.host} only; set transport.listen "
+            "there to an address others reach"
+        )
+    found = _kept.take((endpoint, descriptor.owner.generation))
+    if found is not None:
+        adopt(found.interrupt)
+        return found
+    return Connection(descriptor, endpoint, end, adopt)
+
+
+def keep(connection: Connection) -> None:
+    """Keep a connection on which nothing is under way, for the next read."""
+    _kept.give(connection)
+
+
+def disconnect() -> None:
+    """Close the connections that are kept for the next read."""
+    _kept.close()
+
+
+class _Kept:
+    """Idle connections, for the next read from the same process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.idle: dict[tuple[Endpoint, bytes], list[Connection]] = {}
+
+    def take(self, key: tuple[Endpoint, bytes]) -> Connection | None:
+        """A connection that is up, or None."""
+        with self.lock:
+            self._sweep()
+            connections = self.idle.get(key, [])
+            while connections:
+                connection = connections.pop()
+                if connection.usable:
+                    return connection
+                connection.socket.close()
+        return None
+
+    def give(self, connection: Connection) -> None:
+        """Keep a connection on which nothing is under way."""
+        connection.idle_since = time.monotonic()
+        with self.lock:
+            self._sweep()
+            connections = self.idle.setdefault(connection.key, [])
+            if len(connections) < KEPT:
+                connections.append(connection)
+            else:
+                connection.socket.close()
+
+    def close(self) -> None:
+        """Close all."""
+        with self.lock:
+            for connections in self.idle.values():
+                for connection in connections:
+                    connection.socket.close()
+            self.idle.clear()
+
+    def _sweep(self) -> None:
+        before = time.monotonic() - _KEEP
+        for key, connections in list(self.idle.items()):
+            for connection in [c for c in connections if c.idle_since < before]:
+                connections.remove(connection)
+                connection.socket.close()
+            if not connections:
+                del self.idle[key]
+
+
+def _late(end: float, what: str) -> DataError:
+    """The error of a socket's timeout: the deadline's, or the network's."""
+    if time.monotonic() >= end:
+        return DeadlineExceeded(f"{what} before the deadline; allow more time")
+    return Unreachable(f"{what}; check the network and transport.listen of the owner")
+
+
+def _receive(peer: socket.socket, into: memoryview) -> None:
+    while into:
+        n = peer.recv_into(into)
+        if not n:
+            raise EOFError
+        into = into[n:]
+
+
+def _loopback(host: str) -> bool:
+    return host.startswith("127.") or host in ("::1", "localhost")
+
+
+def _forked() -> None:  # a child's copies would keep its parent's connections up
+    global _kept
+    _kept.lock = threading.Lock()
+    _kept.close()
+    _kept = _Kept()
+
+
+_kept = _Kept()
+os.register_at_fork(after_in_child=_forked)
