@@ -17,6 +17,8 @@ from pathlib import Path
 
 from gyre_sched.engine.config import EngineConfig
 from gyre_sched.errors import EngineStartError
+from gyre_transport.kv import config as kv_config
+from gyre_transport.kv.config import LinkerConfig
 
 _CPU = Path(__file__).parent / "cpu"
 
@@ -57,10 +59,17 @@ def devices(cell: int, config: EngineConfig, environ: Mapping[str, str] | None =
 
 
 def command(
-    config: EngineConfig, model: Path, port: int, *, cuda: bool, environ: Mapping[str, str] | None = None
+    config: EngineConfig,
+    model: Path,
+    port: int,
+    *,
+    cuda: bool,
+    kv: LinkerConfig | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Return (argv, whole environment) of an engine that serves the Hugging Face folder `model` as version 0.
 
+    kv: how its KV pages move with requests; None: they do not.
     environ: what the environment is derived from (default: this process's).
     """
     argv = [sys.executable, *(["-m", "sglang.launch_server"] if cuda else [str(_CPU / "serve.py")])]
@@ -83,6 +92,8 @@ def command(
         argv += ["--disable-overlap-schedule"]
         argv += ["--enable-memory-saver"]  # answered by cpu/torch_memory_saver
         argv += ["--sleep-on-idle"]  # an idle scheduler would keep a core busy
+    if kv is not None:
+        argv += kv_config.arguments(kv)
     return [*argv, *config.args], _environment(config, cuda, os.environ if environ is None else environ)
 
 
