@@ -6,6 +6,7 @@ import itertools
 import sys
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -318,6 +319,9 @@ async def test_the_process_serves_answers_status_and_stops_on_sigterm(config, tm
     argv = [sys.executable, "-m", "gyre_sched.cli"]
     child = await Child.start("scheduler", [*argv, "serve", "--config", str(config)], log=tmp_path / "log")
     try:
+        async with aiohttp.ClientSession() as http, http.get(child.info["web"]) as page:
+            assert page.status == 200
+            assert "scheduler_started" in await page.text()
         asked = await asyncio.create_subprocess_exec(
             *argv, "status", "--config", str(config), "--json", stdout=asyncio.subprocess.PIPE
         )
