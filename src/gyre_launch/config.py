@@ -108,7 +108,8 @@ def _model(model: ModelConfig, base: Path, convert: bool) -> ModelConfig:
 
 
 def _runner(runner: Any, base: Path) -> Any:
-    return msgspec.structs.replace(runner, tasks=str((base / runner.tasks).resolve()), folder=str(base))
+    tasks = runner.tasks if runner.tasks.startswith("harbor:") else str((base / runner.tasks).resolve())
+    return msgspec.structs.replace(runner, tasks=tasks, folder=str(base))
 
 
 def _bus(bus: BusConfig) -> BusConfig:

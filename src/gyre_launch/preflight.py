@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
+from gyre_agent_proxy.runner import sources
 from gyre_agent_proxy.runner.execution import harness
-from gyre_agent_proxy.runner.tasks import load_tasks
 from gyre_launch.config import Resolved
 from gyre_launch.errors import LaunchError
 from gyre_train import architecture
@@ -35,7 +35,7 @@ def check(resolved: Resolved) -> None:
     run_dir = Path(resolved.run.dir)
     if run_dir.exists() and any(run_dir.iterdir()):
         raise LaunchError(f"run.dir {str(run_dir)!r} is not empty; choose another or remove it")
-    load_tasks(Path(resolved.runner.tasks))
+    sources.load(resolved.runner)
     harness(resolved.runner, resolved.model.name, "", run_dir)  # raises for a command that cannot start
     architecture.read(resolved.model.path)
     existing = next(p for p in (run_dir, *run_dir.parents) if p.exists())

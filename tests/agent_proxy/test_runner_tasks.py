@@ -10,7 +10,7 @@ import pytest
 from gyre_agent_proxy.runner import dispatch
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import TaskError
-from gyre_agent_proxy.runner.tasks import load_tasks
+from gyre_agent_proxy.runner.tasks import Machine, load_task, load_tasks
 from gyre_agent_proxy.runner.workspace import WorkspaceTooLarge, copy, prepare, produced
 from gyre_transport.config import section
 from gyre_transport.errors import ConfigError
@@ -48,6 +48,11 @@ def test_reads_the_folder(tmp_path: Path) -> None:
         ({"task.toml": "[agent]\ntimeout_sec = 0"}, "positive number of seconds"),
         ({"task.toml": "[verifier]\ntimeout_sec = inf"}, "positive number of seconds"),
         ({"task.toml": "[metadata]\nartifacts = ['../x']"}, "relative to the workspace"),
+        ({"task.toml": "[environment]\nmemory = 'much'"}, "memory is a size such as '2G', got 'much'"),
+        ({"task.toml": "[environment]\ncpus = 0"}, "[environment] cpus must be a positive number, got 0.0"),
+        ({"task.toml": "[environment]\nworkdir = '/'"}, "workdir must be an absolute path of a folder"),
+        ({"task.toml": "[environment]\nworkdir = '/app/../etc'"}, "workdir must be an absolute path of a folder"),
+        ({"task.toml": "[[steps]]\nname = 'first'"}, "has 1 steps"),
         ({"instruction.md": None}, "instruction.md"),
         ({"instruction.md": " \n"}, "instruction.md is empty"),
         ({"tests/verify.py": None}, "no verifier; add tests/test.sh or tests/verify.py"),
@@ -58,6 +63,55 @@ def test_one_error_names_the_task_and_the_remedy(tmp_path: Path, change: dict[st
     with pytest.raises(TaskError, match="task 'broken'") as e:
         load_tasks(tmp_path)
     assert says in str(e.value)
+
+
+MACHINE = """
+[environment]
+docker_image = "registry.example.org/app:1"
+workdir = "/app"
+cpus = 2
+memory = "1.5G"
+build_timeout_sec = 30.0
+gpus = 1
+[environment.env]
+LEVEL = "3"
+[verifier]
+environment_mode = "separate"
+[verifier.env]
+JUDGE = "none"
+"""
+
+
+def test_what_a_task_says_of_its_container(tmp_path: Path) -> None:
+    write(tmp_path / "ready", {**GOOD, "task.toml": MACHINE})
+    files = {"environment/Dockerfile": "FROM scratch", "environment/compose.yaml": ""}
+    write(tmp_path / "built", {**GOOD, **files, "task.toml": "[environment]\nmemory_mb = 64"})
+    write(tmp_path / "plain", GOOD)
+    built, plain, ready = (task.machine for task in load_tasks(tmp_path))
+    assert ready == Machine(
+        image="registry.example.org/app:1",
+        workdir="/app",
+        cpus=2.0,
+        memory_mb=1536,
+        build_timeout=30.0,
+        env={"LEVEL": "3"},
+        verifier_env={"JUDGE": "none"},
+        unsupported="GPUs, a verifier in an environment of its own",
+    )
+    assert (built.dockerfile, built.memory_mb, built.unsupported) == (True, 64, "several services (compose)")
+    assert [machine.named for machine in (ready, built, plain)] == [True, True, False]
+
+
+def test_links_lead_out_of_one_s_own_tasks_and_not_out_of_others(tmp_path: Path) -> None:
+    """Links are followed when a workspace is made: a fetched task could take any file of this machine along."""
+    (tmp_path / "shared.txt").write_text("x")
+    task = write(tmp_path / "tasks" / "t", GOOD)
+    (task / "environment" / "inside.txt").symlink_to("seed.txt")
+    load_task(task, foreign=True)
+    (task / "environment" / "outside.txt").symlink_to("../../../shared.txt")
+    load_task(task)
+    with pytest.raises(TaskError, match=r"the link '.*outside.txt' leads out of it"):
+        load_task(task, foreign=True)
 
 
 def test_no_tasks_at_all(tmp_path: Path) -> None:

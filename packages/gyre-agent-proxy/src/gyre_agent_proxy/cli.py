@@ -1,4 +1,4 @@
-"""gyre-agent-proxy serve | run | replay | runner | harnesses | roles"""
+"""gyre-agent-proxy serve | run | replay | runner | harnesses | tasks | roles"""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         return _guard(lambda: _roles(args) if args.command == "roles" else cli_run.show_harnesses(args))
     import logging
 
+    if args.command == "tasks":
+        return _guard(lambda: cli_run.show_tasks(args))
     if args.command in ("run", "replay"):
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
         return _guard(lambda: cli_run.run(args) if args.command == "run" else _replay(args))

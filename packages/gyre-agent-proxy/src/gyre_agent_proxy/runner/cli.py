@@ -1,4 +1,4 @@
-"""gyre-agent-proxy run | harnesses"""
+"""gyre-agent-proxy run | harnesses | tasks"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ exit codes: 0 the harness ended with exit code 0, and there is a score if there 
 
 
 def add(commands: Any) -> None:
-    """Add the two commands to the parser's sub-commands."""
+    """Add the three commands to the parser's sub-commands."""
     run = commands.add_parser(
         "run",
         help="run one task under one harness, print outcome and tree",
@@ -52,6 +52,13 @@ def add(commands: Any) -> None:
     run.add_argument("--json", action="store_true", help="print the result as JSON")
     known = commands.add_parser("harnesses", help="list the harnesses that are built in")
     known.add_argument("--json", action="store_true")
+    tasks = commands.add_parser("tasks", help="list the tasks of a folder or of a Harbor dataset, which is fetched")
+    tasks.add_argument("source", help="a folder, harbor:NAME@VERSION or harbor:./FOLDER, as in runner.tasks")
+    tasks.add_argument("--registry", default="", metavar="FILE|URL", help="where Harbor looks (default: its own)")
+    tasks.add_argument("--only", action="append", default=[], metavar="PATTERN", help="of names; repeatable")
+    tasks.add_argument("--except", dest="leave", action="append", default=[], metavar="PATTERN", help="repeatable")
+    tasks.add_argument("--into", type=Path, metavar="FOLDER", help="copy them into a new folder of task folders")
+    tasks.add_argument("--json", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -164,6 +171,45 @@ _ODD = (
     *("calls_failed", "calls_refused", "calls_aborted", "calls_untrainable", "engine_failures", "undelivered"),
     *("forks", "foreign_turns", "unknown_roles", "media_omitted", "left_out", "tools_ignored"),
 )
+
+
+def show_tasks(args: argparse.Namespace) -> int:
+    """`gyre-agent-proxy tasks`. Raises `RunnerError`."""
+    import shutil
+
+    import msgspec
+
+    from gyre_agent_proxy.runner import sources
+    from gyre_agent_proxy.runner.config import RunnerConfig
+    from gyre_agent_proxy.runner.errors import RunnerError
+
+    config = RunnerConfig(
+        tasks=args.source,
+        folder=str(Path.cwd()),
+        harbor_registry=args.registry,
+        tasks_only=tuple(args.only),
+        tasks_except=tuple(args.leave),
+    )
+    if args.into is not None and args.into.exists():
+        raise RunnerError(f"--into {str(args.into)!r} is there already; name a new folder")
+    tasks = sources.load(config)
+    if args.into is not None:
+        partial = args.into.with_name(f"{args.into.name}.partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            for task in tasks:
+                shutil.copytree(task.folder, partial / task.name)
+            partial.rename(args.into)
+        except (OSError, shutil.Error) as e:
+            raise RunnerError(f"the tasks cannot be copied into {str(args.into)!r}: {e}; check its space") from e
+    if args.json:
+        shown = [{"name": task.name, "folder": str(task.folder), "machine": task.machine} for task in tasks]
+        print(msgspec.json.encode(shown).decode())
+        return 0
+    for task in tasks:
+        where = task.machine.image or ("Dockerfile" if task.machine.dockerfile else "")
+        print(f"{task.name:40} {where:30} {task.folder}")
+    return 0
 
 
 def show_harnesses(args: argparse.Namespace) -> int:

@@ -16,7 +16,10 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     replaced.
     """
 
-    tasks: str = "tasks"  # a folder of task folders
+    tasks: str = "tasks"  # a folder of task folders, or "harbor:NAME@VERSION": see sources.py
+    tasks_only: tuple[str, ...] = ()  # patterns of task names, such as "git-*"; empty: all of them …
+    tasks_except: tuple[str, ...] = ()  # … but those
+    harbor_registry: str = ""  # a registry file, relative to `folder`, or a URL; empty: Harbor's own
     folder: str = ""  # of the config file
     harness: tuple[str, ...] | str = ()
     env: dict[str, str] = {}  # added to the harness's clean environment

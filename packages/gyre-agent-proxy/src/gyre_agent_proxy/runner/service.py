@@ -23,7 +23,7 @@ import msgspec
 from gyre_agent_proxy.config import ModelConfig, ProxyConfig, socket_path
 from gyre_agent_proxy.keys import load_secret
 from gyre_agent_proxy.render import context_of
-from gyre_agent_proxy.runner import cleanup, dispatch, progress
+from gyre_agent_proxy.runner import cleanup, dispatch, progress, sources
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import RunnerError
 from gyre_agent_proxy.runner.execution import harness
@@ -33,7 +33,6 @@ from gyre_agent_proxy.runner.owner import alone, owner_name
 from gyre_agent_proxy.runner.peers import Peers
 from gyre_agent_proxy.runner.sandbox import find
 from gyre_agent_proxy.runner.scoring import Scorer
-from gyre_agent_proxy.runner.tasks import load_tasks
 from gyre_traj.intake import Fate
 from gyre_transport.config import section
 from gyre_transport.process import follow_parent, ready
@@ -54,7 +53,7 @@ class Runner:
         self._config = config = section(context.data, "runner", RunnerConfig)
         self._proxy = proxy = section(context.data, "proxy", ProxyConfig)
         model = section(context.data, "model", ModelConfig)
-        tasks = load_tasks(Path(config.folder, config.tasks))
+        tasks = sources.load(config)
         self._tasks = {task.name: task for task in tasks}
         self._proxy_url = f"http://{proxy.host}:{proxy.port}"
         instructions = context.dir.path / "instructions"
@@ -113,11 +112,17 @@ class Runner:
         """Find the sandbox that harnesses and verifiers run in. Raises `SandboxError`."""
         bus, folder = self._context.bus, Path(self._config.folder).resolve()
         sandbox = await find(self._config, base_url=self._proxy_url, socket=socket_path(self._proxy, bus))
-        hidden = [self._context.dir.path, Path(self._config.folder, self._config.tasks)]
+        hidden = [self._context.dir.path, *self._task_folders()]
         if bus.kind == "ipc" and not folder.is_relative_to(Path(bus.dir).resolve()):
             hidden.append(Path(bus.dir))
         self._harness = msgspec.structs.replace(self._harness, sandbox=sandbox, hidden=tuple(hidden), owner=name)
         self._scorer.sandbox, self._scorer.owner = sandbox, name
+
+    def _task_folders(self) -> list[Path]:
+        """What harnesses must not see of the tasks."""
+        if self._config.tasks.startswith(sources.PREFIX):
+            return [task.folder.resolve() for task in self._tasks.values()]
+        return [Path(self._config.folder, self._config.tasks)]
 
     def _counters(self) -> progress.Counters:
         return progress.counters(self._ledger, self._scorer.failures)
