@@ -59,6 +59,7 @@ class Cell:
     since: float = 0.0
     engine: str = ""
     url: str = ""
+    kv: tuple[str, ...] = ()  # where its KV pages are asked for
     agent: str = ""
     capacity: int = 0  # C_e
     version: int = 0

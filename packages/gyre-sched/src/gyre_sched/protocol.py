@@ -99,6 +99,7 @@ class CellHello(msgspec.Struct, frozen=True, kw_only=True, tag="cell_hello"):
     engine_url: str
     capacity: int  # executions the engine may host at once (C_e)
     version: int = 0
+    kv: tuple[str, ...] = ()  # bus addresses of its KV services, one a rank; none: its pages do not move
 
 
 class CellState(msgspec.Struct, frozen=True, kw_only=True, tag="cell_state"):
@@ -183,6 +184,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int
     version: int
     lasting: int  # higher stays longer in rollout: standalone engines, then later cells
+    kv: tuple[str, ...] = ()  # as in `CellHello`
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True, tag="routes"):

@@ -181,7 +181,7 @@ class Requests:
         if cell.role not in (Role.STARTING, Role.FAILED):
             self._do.fail(cell, at, "agent_restarted", 0.0, {})
         cell.agent, cell.engine, cell.url, cell.capacity = m.agent, m.engine, m.engine_url, m.capacity
-        cell.version, cell.heard, cell.trainer = m.version, at, "idle"
+        cell.version, cell.kv, cell.heard, cell.trainer = m.version, m.kv, at, "idle"
         cell.engine_alive, cell.trainer_alive = True, cell.index < self._config.cells
         cell.enter_failures = cell.return_failures = 0
         cell.suspect = False

@@ -214,7 +214,7 @@ class State:
         return Routes(
             epoch=self.epoch,
             engines=tuple(
-                Engine(engine=c.engine, url=c.url, capacity=c.capacity, version=c.version, lasting=c.index)
+                Engine(engine=c.engine, url=c.url, capacity=c.capacity, version=c.version, lasting=c.index, kv=c.kv)
                 for c in self.having(Role.ROLLOUT)
             ),
             draining=tuple(c.engine for c in self.having(Role.DRAINING)),
