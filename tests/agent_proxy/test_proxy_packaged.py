@@ -82,3 +82,23 @@ def test_foreign_turns_and_malformed_calls(qwen3):
     assert ids[-1] == qwen3.vocabulary.special["<|im_end|>"]
     output = qwen3.vocabulary.encode("<tool_call>\n{broken\n</tool_call><|im_end|>")
     assert qwen3.parse([], output, TOOLS, ()).calls == ()
+
+
+def test_a_call_that_nobody_offered_stays_text(qwen3):
+    written = '<tool_call>\n{"name": "bash", "arguments": {"a": 1}}\n</tool_call>'
+    output = qwen3.vocabulary.encode(f"so:\n{written}<|im_end|>")
+    assert qwen3.parse([], output, TOOLS, ()).calls == (("bash", '{"a": 1}'),)
+    said = qwen3.parse([], output, (), ())
+    assert said.calls == ()
+    assert '{"name": "bash", "arguments": {"a": 1}}' in said.text
+
+
+def test_what_the_package_cannot_read_is_text(model_folder, monkeypatch):
+    renderer = load_renderer(model_folder("thinking"), "qwen3")
+
+    def fail(*_, **__):
+        raise IndexError("of theirs")
+
+    monkeypatch.setattr(renderer._made, "parse_response", fail)
+    said = renderer.parse([], renderer.vocabulary.encode("odd STOP more<|im_end|>"), TOOLS, ("STOP",))
+    assert (said.text, said.calls) == ("odd ", ())

@@ -134,23 +134,26 @@ class PackagedRenderer:
         return body[:end]
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Tools, stops: tuple[str, ...]) -> Parsed:
-        found = self._made.parse_response(
-            [int(i) for i in output], tools=self._tools(tools), prompt_ids=[int(i) for i in prompt]
-        )
-        calls = []
+        sampled = [int(i) for i in output]
+        try:
+            found = self._made.parse_response(sampled, tools=self._tools(tools), prompt_ids=[int(i) for i in prompt])
+        except Exception:  # a policy may sample anything; what that package cannot read is text
+            log.exception("%s cannot read a turn of %d tokens, which stays text", self.hash, len(sampled))
+            ids = sampled[:-1] if sampled and sampled[-1] in self.stop_ids else sampled
+            return Parsed(text=cut_at_stop(self.vocabulary.decode(ids), stops)[0])
+        calls, text = [], found.content or ""
         for call in found.tool_calls:
-            if call.name is not None and str(call.status).endswith("ok"):
+            if tools and call.name is not None and str(call.status).endswith("ok"):
                 arguments = call.arguments
-                text = arguments if isinstance(arguments, str) else as_json(arguments or {})
-                calls.append((call.name, text, call.id))
-        text = found.content or ""
-        if len(calls) < len(found.tool_calls):
-            text += "".join(c.raw for c in found.tool_calls if not str(c.status).endswith("ok"))
+                said = arguments if isinstance(arguments, str) else as_json(arguments or {})
+                calls.append((call.name, said, call.id))
+            else:
+                text += call.raw
         text, _ = cut_at_stop(text, stops)
         return Parsed(
             text=text,
             reasoning=found.reasoning_content,
-            calls=tuple((n, a) for n, a, _ in calls) if tools else (),
+            calls=tuple((n, a) for n, a, _ in calls),
             native_ids=tuple(i for *_, i in calls) if calls and all(i for *_, i in calls) else (),
         )
 

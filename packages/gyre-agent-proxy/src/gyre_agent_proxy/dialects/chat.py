@@ -1,4 +1,8 @@
-"""OpenAI Chat Completions: `POST /v1/chat/completions`, streaming and not."""
+"""OpenAI Chat Completions: `POST /v1/chat/completions`, streaming and not.
+
+Tools other than functions are not offered, but counted and kept in the record. Thinking that comes back among the parts
+of an assistant's content is reasoning. The predecessors of tools, `functions` and `function_call`, are refused.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,9 @@ name = "chat"
 
 # Ranges are checked here: an engine that fails on a request would be taken for lost.
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
 def read_request(raw: bytes, defaults: Defaults) -> Request:
@@ -34,7 +39,7 @@ def read_request(raw: bytes, defaults: Defaults) -> Request:
     sampling = Sampling(
         max_tokens=limit or defaults.max_tokens,
         temperature=body.get("temperature", Annotated[float, msgspec.Meta(ge=0, le=100)], defaults.temperature),
-        top_p=body.get("top_p", _Share, defaults.top_p),
+        top_p=body.get("top_p", _Share, defaults.top_p) or 1e-6,  # engines want more than 0
         top_k=body.get("top_k", Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]) or None,
         min_p=body.get("min_p", Annotated[float, msgspec.Meta(ge=0, le=1)]),
         presence_penalty=body.get("presence_penalty", _Penalty),
@@ -47,10 +52,12 @@ def read_request(raw: bytes, defaults: Defaults) -> Request:
     messages = body.get("messages", list[dict[str, Any]])
     if not messages:
         raise BadRequest("messages: expected at least one message", "messages")
-    tools = body.get("tools", list[dict[str, Any]], [])
+    tools, unserved = _tools(body.get("tools", list[dict[str, Any]], []))
+    if body.get("functions", list[Any]) or body.get("function_call", str | dict[str, Any], "none") != "none":
+        raise BadRequest("functions, function_call: superseded in this API; send tools and tool_choice", "functions")
     parts = Parts(defaults.media)
     return Request(
-        conversation=Conversation(messages=tuple(_messages(messages, parts)), tools=tuple(tools)),
+        conversation=Conversation(messages=tuple(_messages(messages, parts)), tools=tools),
         sampling=sampling,
         dialect=name,
         model=body.get("model", str, ""),
@@ -58,16 +65,32 @@ def read_request(raw: bytes, defaults: Defaults) -> Request:
         include_usage=bool(options.get("include_usage")),
         digest=digest_of(data, "stream", "stream_options"),
         omitted=parts.omitted,
-        other=body.rest,
+        left_out=len(unserved),
+        other=body.rest | ({"tools_left_out": unserved} if unserved else {}),
     )
+
+
+def _tools(raw: list[dict[str, Any]]) -> tuple[tuple[dict[str, Any], ...], list[dict[str, Any]]]:
+    """The functions, and the tools of other types, which cannot be called here."""
+    offered, unserved = [], []
+    for tool in raw:
+        if isinstance(tool.get("function"), dict) or tool.get("type") in (None, "function"):
+            offered.append({k: v for k, v in tool.items() if k != "cache_control"})
+        else:
+            unserved.append(tool)
+    return tuple(offered), unserved
 
 
 def _messages(raw: list[dict[str, Any]], parts: Parts) -> Iterator[Message]:
     leading = True
     for i, item in enumerate(raw):
         where = f"messages[{i}]"
-        role = item.get("role")
-        text = parts.text(item.get("content"), f"{where}.content")
+        role, content = item.get("role"), item.get("content")
+        thoughts: list[Any] = []
+        if role == "assistant" and isinstance(content, list):
+            thoughts = [p for p in content if isinstance(p, dict) and p.get("type") in _THOUGHTS]
+            content = [p for p in content if p not in thoughts] if thoughts else content
+        text = parts.text(content, f"{where}.content")
         if role in ("system", "developer"):
             if leading:
                 yield Message(role="system", text=text)
@@ -79,8 +102,13 @@ def _messages(raw: list[dict[str, Any]], parts: Parts) -> Iterator[Message]:
             case "user":
                 yield Message(role="user", text=text)
             case "assistant":
+                if item.get("function_call"):
+                    raise BadRequest(f"{where}.function_call: superseded in this API; send tool_calls", "messages")
                 yield Message(
-                    role="assistant", text=text, reasoning=_reasoning(item), calls=_calls(item.get("tool_calls"), where)
+                    role="assistant",
+                    text=text,
+                    reasoning=_reasoning(item, thoughts),
+                    calls=_calls(item.get("tool_calls"), where),
                 )
             case "tool":
                 call_id, name = item.get("tool_call_id"), item.get("name")
@@ -93,11 +121,12 @@ def _messages(raw: list[dict[str, Any]], parts: Parts) -> Iterator[Message]:
                 )
 
 
-def _reasoning(item: dict[str, Any]) -> str | None:
+def _reasoning(item: dict[str, Any], thoughts: list[dict[str, Any]]) -> str | None:
     for name in ("reasoning_content", "reasoning"):
         if isinstance(value := item.get(name), str):
             return value
-    return None
+    found = [t for part in thoughts if isinstance(t := part.get("thinking", part.get("text")), str)]
+    return "\n".join(found) or None
 
 
 def _calls(raw: Any, where: str) -> tuple[ToolCall, ...]:

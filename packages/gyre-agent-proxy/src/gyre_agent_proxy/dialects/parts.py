@@ -1,7 +1,8 @@
 """The content of a message: one text, whatever parts a dialect cuts it into.
 
-None, "" and [] are the same; text parts are joined. What a text model cannot read (images, audio, files) is refused, or
-replaced by a note to the model and counted, as `Defaults.media` says.
+None, "" and [] are the same; text parts are joined, of whatever type. What a text model cannot read (images, audio,
+files, parts of a type that is not known here) is refused, or replaced by a note to the model and counted, as
+`Defaults.media` says.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ class Parts:
         if isinstance(kind, str) and kind in _MEDIA:
             return self.note(_MEDIA[kind], where)
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-        if not isinstance(text, str) or (kind is not None and kind not in _TEXT):
-            raise BadRequest(f"{where}: expected a text part, got {part!r:.80}", where)
-        return text
+        if isinstance(text, str) and isinstance(kind, str | None):
+            return text
+        if isinstance(kind, str) and kind not in _TEXT:  # newer than this module
+            return self.note(kind[:64], where)
+        raise BadRequest(f"{where}: expected a text part, got {part!r:.80}", where)
 
     def note(self, what: str, where: str) -> str:
         """What stands for a part that the model cannot read. Raises `BadRequest` where those are refused."""
