@@ -46,21 +46,24 @@ class Answers:
             sse(b"[DONE]")
         ]
 
-    def generate(self, rid: str, stop: int) -> Iterator[bytes]:
-        """SGLang's events of one request, a token each (incremental); the last token is `stop`."""
+    def generate(self, rid: str, stop: int, interval: int) -> Iterator[bytes]:
+        """SGLang's events of one request (incremental): the first token, then `interval` each; the last is `stop`."""
         ids = [*IDS[: self.tokens - 1], stop]
-        for i, token in enumerate(ids):
-            last = i == len(ids) - 1
+        sent = 0
+        while sent < len(ids):
+            end = min(sent + interval, len(ids)) if sent else 1
+            fresh, last = ids[sent:end], end == len(ids)
             meta = {
                 "id": rid,
                 "finish_reason": {"type": "stop", "matched": stop} if last else None,
                 "prompt_tokens": 100,
-                "completion_tokens": i + 1,
+                "completion_tokens": end,
                 "cached_tokens": 0,
                 "weight_version": "0",
-                "output_token_logprobs": [[-0.5, token, None]],
+                "output_token_logprobs": [[-0.5, token, None] for token in fresh],
             }
-            yield sse({"text": WORD, "output_ids": [token], "meta_info": meta})
+            yield sse({"text": WORD * len(fresh), "output_ids": fresh, "meta_info": meta})
+            sent = end
         yield sse(b"[DONE]")
 
 
@@ -90,8 +93,9 @@ class Connection(asyncio.Protocol):
     def _answer(self, path: bytes, body: bytes) -> None:
         if path == b"/generate":
             request = json.loads(body)
-            stop = request["sampling_params"].get("stop_token_ids", [0])[0]
-            self._events(list(self._answers.generate(request["rid"], stop)))
+            params = request["sampling_params"]
+            stop, interval = params.get("stop_token_ids", [0])[0], params.get("stream_interval") or 1
+            self._events(list(self._answers.generate(request["rid"], stop, interval)))
         elif path.endswith(b"/chat/completions"):
             if b'"stream":true' in body.replace(b" ", b""):
                 self._events(self._answers.chat)

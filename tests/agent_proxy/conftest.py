@@ -143,7 +143,9 @@ class ScriptedEngine:
     """An engine that speaks SGLang's `/generate` and `/abort_request`, with faults on demand.
 
     hold: tokens after which a request waits until `release` (None: never). incremental: fields hold only what is new.
-    logprobs: whether there are any. version: label of the weights. cut: tokens after which the connection is broken.
+    logprobs: whether there are any. version: label of the weights. spans: whether every event says what they sampled,
+    not only the last. swap: (tokens, version): other weights after so many tokens. cut: tokens after which the
+    connection is broken.
     """
 
     def __init__(self, brain: Brain) -> None:
@@ -153,6 +155,8 @@ class ScriptedEngine:
         self.incremental = False
         self.logprobs = True
         self.version = "0"
+        self.spans = True
+        self.swap: tuple[int, str] | None = None
         self.refuse: str | None = None
         self.self_abort: int | None = None
         self.report: tuple[int, dict[str, Any]] | None = None  # after so many tokens: an error event
@@ -268,6 +272,8 @@ class ScriptedEngine:
                 transport.abort()  # type: ignore[attr-defined]
                 return
             else:
+                if self.swap is not None and len(ids) == self.swap[0]:
+                    self.version = self.swap[1]
                 token = rest[len(ids)]
                 ids.append(token)
                 self.sampled.setdefault(body["rid"], []).append((token, self.version))
@@ -294,8 +300,9 @@ class ScriptedEngine:
                 "completion_tokens": len(ids),
                 "cached_tokens": 0,
                 "weight_version": self.version,
-                "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans],
             }
+            if self.spans or finish is not None:
+                meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
             if self.logprobs:
                 base = len(ids) - len(shown)
                 meta["output_token_logprobs"] = [[-0.001 * (base + i + 1), t, None] for i, t in enumerate(shown)]

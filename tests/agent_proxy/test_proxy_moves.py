@@ -87,19 +87,41 @@ async def test_drain_while_a_call_is_sampled(bench, stream, incremental):
     assert not a.running, "no orphan keeps decoding"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_engine_dies_while_a_call_is_sampled(bench, stream):
+@pytest.mark.parametrize(("stream", "interval", "sent"), [(True, 16, 7), (False, 1, 7), (False, 3, 7), (False, 16, 1)])
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_engine_dies_while_a_call_is_sampled(bench, stream, interval, sent, incremental):
     a, b = await two_engines(bench)
-    a.hold = 7
+    a.hold, a.incremental, b.incremental = 7, incremental, incremental
     bench.brain.says(LONG)
-    async with bench.proxy() as proxy, client(proxy) as api:
+    async with bench.proxy(whole_interval=interval) as proxy, client(proxy) as api:
         asking = asyncio.create_task(text_of(api, ASK, stream))
         await a.held.wait()
         await a.die()
         assert await asking == LONG
         assert proxy.service.metrics.counts["calls_failed"] == 0
-    call = check_whole(bench, [a, b], LONG, 7)
+    call = check_whole(bench, [a, b], LONG, sent)
     assert call.attempts[0].end.startswith("error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_of_a_dead_engine_that_did_not_say_which_weights_sampled_them(bench, stream):
+    a, _ = await two_engines(bench)
+    a.swap, a.hold, a.spans = (3, "9"), 11, False
+    bench.brain.says(LONG)
+    async with bench.proxy(whole_interval=4) as proxy, client(proxy) as api:
+        asking = asyncio.create_task(text_of(api, ASK, stream))
+        await a.held.wait()
+        await a.die()
+        assert await asking == LONG
+    (call,) = only_log(bench).calls
+    first, second = call.attempts
+    assert unpack_ids(call.output).tolist() == bench.brain.known[0][1]
+    if stream:  # an event a token: the label is enough
+        assert [(s.version, s.start, s.end) for s in call.versions] == [(3, 0, 3), (9, 3, 11), (4, 11, 61)]
+        assert (first.tokens, second.tokens) == (11, 50)
+    else:  # given up from the event that may hold both, and sampled again
+        assert [(s.version, s.start, s.end) for s in call.versions] == [(3, 0, 1), (4, 1, 61)]
+        assert (first.tokens, second.tokens) == (1, 60)
 
 
 async def test_an_abort_nobody_here_asked_for_is_continued(bench):

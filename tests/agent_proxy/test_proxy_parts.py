@@ -401,8 +401,10 @@ def test_version_spans_grow_with_the_label_until_the_engine_sends_its_own():
         e.meta_info.weight_version = label
         piece = reader.read(e)
     assert piece.versions == (("4", 0, 3), ("5", 3, 5))
+    assert reader.certain == 3, "the fourth token may be of either"
     spans = [{"version": "4", "start": 0, "end": 4}, {"version": "5", "start": 4, "end": 6}]
     assert reader.read(event([0] * 6, 6, versions=spans)).versions == (("4", 0, 4), ("5", 4, 6))
+    assert reader.certain is None
 
 
 @pytest.mark.parametrize(("label", "number"), [("7", 7), ("default", 3), ("v2", 3), ("", 3)])

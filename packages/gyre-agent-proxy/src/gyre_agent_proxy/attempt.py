@@ -44,6 +44,14 @@ class Attempt:
         """Sampled so far."""
         return self.generation.output.ids if self.generation is not None else ()
 
+    def tell(self) -> Sequence[int]:
+        """Sampled so far, for a client: none of it will be taken back."""
+        if self.generation is None:
+            return ()
+        output = self.generation.output
+        output.told = len(output.ids)
+        return output.ids
+
     @property
     def joinable(self) -> bool:
         """Whether an equal request may wait for this answer."""

@@ -30,9 +30,9 @@ class EngineClient:
         self._control = aiohttp.ClientTimeout(total=connect)
 
     async def generate(
-        self, url: str, rid: str, input_ids: list[int], sampling: Sampling, limit: int, *, fresh: bool
+        self, url: str, rid: str, input_ids: list[int], sampling: Sampling, limit: int, *, interval: int, fresh: bool
     ) -> AsyncIterator[Event]:
-        """Yield the events of `/generate` for at most `limit` new tokens.
+        """Yield the events of `/generate` for at most `limit` new tokens, after the first one every `interval` tokens.
 
         fresh: nothing of the call was sampled yet, so what the engine refuses with 400 before its first event is the
         request itself. Raises `EngineRefused` then, `StreamError` for any other answer that is no stream of events,
@@ -40,7 +40,7 @@ class EngineClient:
         """
         body = {
             "input_ids": input_ids,
-            "sampling_params": sampling_params(sampling, limit, self.stop_ids),
+            "sampling_params": {**sampling_params(sampling, limit, self.stop_ids), "stream_interval": interval},
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": True,

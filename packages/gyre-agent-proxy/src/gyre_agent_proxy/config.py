@@ -30,6 +30,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     media: str = "note"  # images and files for a text model: "note" puts a text in their place, "refuse" answers 400
     token_budget: int = 0  # tokens one execution may sample in all; then its calls are answered 403. 0: no bound
     probe_wait: float = 60.0  # how long an engine of `engines` may take to answer the start-up probe; 0: no probe
+    whole_interval: int = 16  # tokens an engine sends at once where no client streams; an engine that dies loses them
     keepalive: float = 10.0  # between comments on a stream that waits
     route_wait: float = 900.0  # how long a call may wait for an engine at all
     attempts: int = 16  # engine failures one call survives (drains are not failures)
@@ -41,7 +42,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     disconnect_grace: float = 5.0  # a call nobody waits for is aborted after this; a repeated request joins it before
 
     def __post_init__(self) -> None:
-        for name in ("max_body", "queue", "default_max_tokens", "attempts"):
+        for name in ("max_body", "queue", "default_max_tokens", "whole_interval", "attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
         for name in ("keepalive", "route_wait", "connect_timeout", "silence", "abort_wait", "backoff"):

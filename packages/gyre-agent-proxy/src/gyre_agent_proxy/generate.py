@@ -68,21 +68,25 @@ class Generation:
         prompt: NDArray[np.uint32],
         sampling: Sampling,
         progress: Callable[[], None] = lambda: None,
+        interval: int = 1,
     ) -> None:
+        """interval: tokens that an engine may keep back to send them in one event; lost with it if it dies."""
         self.output = Output()
         self._e = engines
         self._execution = execution
         self._prompt: list[int] = prompt.tolist()
         self._sampling = sampling
         self._progress = progress
-        self._leave = asyncio.Event()
+        self._interval = interval
+        self._request: tuple[str, str, asyncio.Timeout] | None = None  # url, rid, limit of the one that is open
+        self._leaving: asyncio.Task[None] | None = None  # aborts it
+        self._certain: int | None = None  # as `Reader.certain`, of the last attempt
         self._reason = ""
         self._abandoned = False
 
     def move(self, reason: str) -> None:
         """Leave the present engine and go on elsewhere."""
-        self._reason = self._reason or reason
-        self._leave.set()
+        self._leave(self._reason or reason)
 
     @property
     def abandoned(self) -> bool:
@@ -92,8 +96,12 @@ class Generation:
     def abandon(self) -> None:
         """Nobody wants the answer: abort at the engine and end with finish "abort"."""
         self._abandoned = True
-        self._reason = "abort"  # also when it was about to move: nothing goes on elsewhere
-        self._leave.set()
+        self._leave("abort")  # also when it was about to move: nothing goes on elsewhere
+
+    def _leave(self, reason: str) -> None:
+        self._reason = reason
+        if self._request is not None and self._leaving is None:
+            self._leaving = asyncio.create_task(self._abort(*self._request), name=f"leave {self._request[1]}")
 
     async def run(self) -> Output:
         """Sample to the end. Raises `EngineRefused`, `EngineError`, `NoEngine`; `output` then holds what there is."""
@@ -146,7 +154,6 @@ class Generation:
         """One request to one engine; returns why it failed, or None (finished, moved or abandoned)."""
         out, base = self.output, len(self.output.ids)
         rid = f"gyre-{uuid.uuid4().hex}"
-        self._leave.clear()
         if self._abandoned:  # between the choice and here
             return None
         self._reason = ""
@@ -163,6 +170,7 @@ class Generation:
         finally:
             state.active.discard(self)
             out.attempts.append(Attempt(engine=state.route.name, rid=rid, tokens=len(out.ids) - base, end=end))
+            self._check_versions(base)
             self._check_stops(base)
             if self._reason == "drain" and not out.finish:
                 state.moved += 1
@@ -172,60 +180,67 @@ class Generation:
 
     async def _exchange(self, state: EngineState, rid: str, base: int) -> str:
         """Send the request and read its stream; returns how it ended, in `Attempt.end`'s words."""
-        reading = asyncio.create_task(self._read(state, rid, base))
-        leaving = asyncio.create_task(self._leave.wait())
+        url = state.route.url
+        limit = asyncio.timeout(None)
         try:
-            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                await self._abort(state.route.url, rid, reading)
-                if not reading.done():
-                    return self._reason  # closing the connection, below, aborts at the engine too
-            return await reading
+            async with limit:
+                self._request = (url, rid, limit)
+                return await self._read(state, rid, base)
         except asyncio.CancelledError:
-            reading.cancel()
-            await self._abort(state.route.url, rid, reading)
+            with contextlib.suppress(Exception):
+                await self._e.client.abort(url, rid)
             raise
         except (aiohttp.ClientError, OSError, TimeoutError) as e:
-            return f"error: {type(e).__name__}: {e}"
+            # Closing the connection, which the end of the limit does, aborts at the engine too.
+            return self._reason if limit.expired() else f"error: {type(e).__name__}: {e}"
         except StreamError as e:
             with contextlib.suppress(Exception):
-                await self._e.client.abort(state.route.url, rid)
+                await self._e.client.abort(url, rid)
             return f"error: {e}"
         finally:
-            for task in (reading, leaving):
-                task.cancel()
-            await asyncio.gather(reading, leaving, return_exceptions=True)
+            self._request = None
+            if (leaving := self._leaving) is not None:
+                self._leaving = None
+                leaving.cancel()
+                await asyncio.gather(leaving, return_exceptions=True)
 
     async def _read(self, state: EngineState, rid: str, base: int) -> str:
         out, reader, default = self.output, Reader(), state.route.version
         spans = list(out.versions)
-        noted: Versions = ()
+        versions: Versions = ()
         left = self._sampling.max_tokens - base
         events = self._e.client.generate(
-            state.route.url, rid, self._prompt + out.ids, self._sampling, left, fresh=base == 0
+            state.route.url,
+            rid,
+            self._prompt + out.ids if out.ids else self._prompt,
+            self._sampling,
+            left,
+            interval=self._interval,
+            fresh=base == 0,
         )
-        async for event in events:
-            piece = reader.read(event)
-            if base == 0 and piece.cached:
-                out.cached = piece.cached
-            out.ids += piece.ids
-            if piece.logprobs is None:
-                out.logprobs = None
-            elif out.logprobs is not None:
-                out.logprobs += piece.logprobs
-            if piece.versions != noted:
-                noted = piece.versions
-                out.versions = [
-                    *spans,
-                    *(Span(version_number(v, default), base + a, base + b) for v, a, b in noted if b > a),
-                ]
-            if piece.finish is not None:
-                return self._finished(piece.finish, base)
-            if piece.ids:
-                if self._stop_across(base) is not None:
-                    await self._e.client.abort(state.route.url, rid)
-                    return "stop"
-                self._progress()
+        try:
+            async for event in events:
+                piece = reader.read(event)
+                versions = piece.versions
+                if base == 0 and piece.cached:
+                    out.cached = piece.cached
+                out.ids += piece.ids
+                if piece.logprobs is None:
+                    out.logprobs = None
+                elif out.logprobs is not None:
+                    out.logprobs += piece.logprobs
+                if piece.finish is not None:
+                    return self._finished(piece.finish, base)
+                if piece.ids:
+                    if self._stop_across(base) is not None:
+                        await self._e.client.abort(state.route.url, rid)
+                        return "stop"
+                    self._progress()
+        finally:
+            self._certain = reader.certain
+            out.versions = spans + [
+                Span(version_number(v, default), base + a, base + b) for v, a, b in versions if b > a
+            ]
         return "error: the stream ended without a finish reason"
 
     def _finished(self, finish: dict[str, Any], base: int) -> str:
@@ -244,18 +259,19 @@ class Generation:
         out.finish, out.matched = kind, finish.get("matched")
         return kind
 
-    async def _abort(self, url: str, rid: str, until: asyncio.Task[str]) -> None:
-        """Abort `rid` at its engine until the stream has ended, at most `abort_wait` seconds.
+    async def _abort(self, url: str, rid: str, limit: asyncio.Timeout) -> None:
+        """Abort `rid` at its engine until its stream has ended, which cancels this; end `limit` after `abort_wait`.
 
         Repeated, because an engine ignores the abort of a request that has not reached its scheduler yet.
         """
         end = time.monotonic() + self._e.config.abort_wait
-        while not until.done() and time.monotonic() < end:
+        while time.monotonic() < end:
             try:
                 await self._e.client.abort(url, rid)
             except (aiohttp.ClientError, OSError, TimeoutError):
                 return  # the engine is gone; its connection will say so
-            await asyncio.wait({until}, timeout=0.25)
+            await asyncio.sleep(0.25)
+        limit.reschedule(asyncio.get_running_loop().time())
 
     def _stop_across(self, base: int) -> tuple[int, str] | None:
         """(length, stop) where a stop string begins before token `base` and ends after it; None if there is none."""
@@ -276,6 +292,14 @@ class Generation:
                 if stop in text:
                     return length, stop
         return None
+
+    def _check_versions(self, base: int) -> None:
+        """Give up tokens of an engine that was lost before it said which weights sampled them; no told one, though."""
+        out = self.output
+        if self._certain is not None and not out.finish:
+            kept = max(base + self._certain, out.told)
+            log.warning("%s: %d tokens of unknown weights are sampled again", self._execution, len(out.ids) - kept)
+            out.truncate(kept)
 
     def _check_stops(self, base: int) -> None:
         if (found := self._stop_across(base)) is not None:

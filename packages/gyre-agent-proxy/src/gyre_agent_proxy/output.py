@@ -11,7 +11,7 @@ from gyre_traj.records import Attempt, Span
 
 @dataclass(slots=True)
 class Output:
-    """What was sampled so far; grows only, but for a stop string found across a cut."""
+    """What was sampled so far; grows only, but for what `truncate` is for: see `generate`."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)  # None: some were missing, the call is not trainable
@@ -20,6 +20,7 @@ class Output:
     finish: str = ""  # stop | length | abort | error
     matched: int | str | None = None
     cached: int = 0  # prompt tokens the first engine had cached
+    told: int = 0  # tokens whose text a client may have been sent
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""

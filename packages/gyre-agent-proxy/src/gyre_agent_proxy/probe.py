@@ -33,7 +33,7 @@ async def probe(client: EngineClient, url: str, prompt: Sequence[int], deadline:
     sampling = Sampling(max_tokens=_TOKENS)
     try:
         async with asyncio.timeout(deadline):
-            async for event in client.generate(url, rid, list(prompt), sampling, _TOKENS, fresh=True):
+            async for event in client.generate(url, rid, list(prompt), sampling, _TOKENS, interval=1, fresh=True):
                 piece = reader.read(event)
                 ids += len(piece.ids)
                 logprobs = logprobs and piece.logprobs is not None

@@ -206,7 +206,7 @@ class _Telling:
 
     def more(self) -> Said:
         """What is sure by now and was not told yet; a turn that only its renderer can read is told at the end."""
-        said = self._turn.feed(self._text.feed(self._attempt.ids)) if self._plain else Said()
+        said = self._turn.feed(self._text.feed(self._attempt.tell())) if self._plain else Said()
         if any(said):
             self._told.append(said)
         return said

@@ -93,7 +93,10 @@ class Service:
         attempt = Attempt(_call_id(), request, role, int(time.time()), self._engines.config.disconnect_grace)
         attempt.prompt_tokens = len(plan.prompt)
         attempt.thinking = self._renderer.thinking(plan.prompt[-16:].tolist())
-        attempt.generation = Generation(self._engines, name, plan.prompt, request.sampling, attempt.progress)
+        interval = 1 if request.stream else self._engines.config.whole_interval
+        attempt.generation = Generation(
+            self._engines, name, plan.prompt, request.sampling, attempt.progress, interval=interval
+        )
         execution.attempts.pop(request.digest, None)
         execution.attempts[request.digest] = attempt
         self._open += 1

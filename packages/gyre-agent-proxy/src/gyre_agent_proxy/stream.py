@@ -6,7 +6,6 @@ many tokens there are in all, so either is sliced exactly. Anything that does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -22,18 +21,16 @@ class Events:
     """Server-sent events out of raw bytes: `feed` returns the complete `data:` payloads."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._begun: list[bytes] = []  # a line without its end
 
-    def feed(self, raw: bytes) -> Iterator[bytes]:
-        """Add bytes and yield each payload they complete."""
-        searched = max(0, len(self._buffer) - 1)
-        self._buffer += raw
-        while (end := self._buffer.find(b"\n", searched)) >= 0:
-            line = bytes(self._buffer[:end]).rstrip(b"\r")
-            del self._buffer[: end + 1]
-            searched = 0
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+    def feed(self, raw: bytes) -> list[bytes]:
+        """Add bytes; return each payload they complete."""
+        if b"\n" not in raw:
+            self._begun.append(raw)
+            return []
+        *lines, rest = b"".join((*self._begun, raw)).split(b"\n")
+        self._begun = [rest]
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 Versions = tuple[tuple[str, int, int], ...]  # (version, start, end): which weights sampled which output tokens
@@ -73,6 +70,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.count = 0  # output tokens so far
+        self.certain: int | None = None  # which weights sampled the tokens after these is not sure; None: all are
         self._versions: Versions = ()
 
     def read(self, event: Event) -> Piece:
@@ -104,8 +102,12 @@ class Reader:
         return Piece(new, logprobs, finish, self._noted(meta, total), meta.cached_tokens or 0)
 
     def _noted(self, meta: Meta, total: int) -> Versions:
-        """Which weights sampled which tokens: the engine's spans (it sends them at the end), until then its label."""
+        """Which weights sampled which tokens: the engine's spans (it sends them at the end), until then its label.
+
+        Where the label changes within an event of several tokens, only the spans could tell at which.
+        """
         if meta.weight_versions:
+            self.certain = None
             self._versions = tuple(
                 (str(s.get("version")), int(s.get("start", 0)), int(s.get("end", total))) for s in meta.weight_versions
             )
@@ -116,6 +118,8 @@ class Reader:
         if self._versions and self._versions[-1][0] == str(label):
             self._versions = (*self._versions[:-1], (str(label), self._versions[-1][1], total))
         else:
+            if self._versions and total - done > 1 and self.certain is None:
+                self.certain = done
             self._versions = (*self._versions, (str(label), done, total))
         return self._versions
 
