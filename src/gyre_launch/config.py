@@ -25,6 +25,7 @@ from gyre_train.config import TrainConfig
 from gyre_train.feed.config import FeedConfig
 from gyre_transport.config import load, only, section
 from gyre_transport.errors import ConfigError
+from gyre_transport.kv.config import KvConfig
 from gyre_transport.run import BatchConfig, BusConfig, RunConfig, TransportConfig
 
 
@@ -44,6 +45,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "model": ModelConfig,
     "sched": SchedConfig,
     "engine": EngineConfig,
+    "kv": KvConfig,
     "feed": FeedConfig,
     "train": TrainConfig,
     "proxy": ProxyConfig,

@@ -407,6 +407,6 @@ def test_version_spans_grow_with_the_label_until_the_engine_sends_its_own():
     assert reader.certain is None
 
 
-@pytest.mark.parametrize(("label", "number"), [("7", 7), ("default", 3), ("v2", 3), ("", 3)])
+@pytest.mark.parametrize(("label", "number"), [("7", 7), ("7-5d41ac0b", 7), ("default", 3), ("v2", 3), ("", 3)])
 def test_version_labels(label, number):
     assert version_number(label, 3) == number

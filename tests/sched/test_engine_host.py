@@ -95,9 +95,11 @@ async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         (made.model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
         argv = [sys.executable, str(PARTS / "engine.py")]
         monkeypatch.setattr(
-            launch, "command", lambda c, m, port, cuda: ([*argv, str(port), str(made.faults_file)], dict(os.environ))
+            launch,
+            "command",
+            lambda c, m, port, cuda, kv: ([*argv, str(port), str(made.faults_file)], dict(os.environ)),
         )
-        monkeypatch.setattr(launch, "check", lambda c, m: None)
+        monkeypatch.setattr(launch, "check", lambda c, m, moves: None)
         yield made
         if made.watching:
             made.watching.cancel()
@@ -219,11 +221,21 @@ async def test_an_engine_that_is_back_without_the_replaced_weights_says_so(rig: 
     assert host.version == 2
 
 
-@pytest.mark.parametrize("fault", ["update_fails", "update_dies", "wrong_version"])
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+async def test_the_checksum_of_new_weights_is_asked_for(rig: Rig, pause: str) -> None:
+    host = await rig.up(dtype="float32", refresh_pause=pause)
+    await host.refresh(1, rig.publish(1), deadline=WAIT)
+    paths = await rig.calls()
+    assert (
+        paths.index("/update_weights_from_disk") < paths.index("/weights_checker") < paths.index("/continue_generation")
+    ), "nothing is sampled before they are verified"
+
+
+@pytest.mark.parametrize("fault", ["update_fails", "update_dies", "wrong_version", "wrong_weights"])
 async def test_an_engine_with_unknown_weights_never_serves_again(rig: Rig, fault: str) -> None:
-    host, pid = await rig.up(), rig.host.pid
+    host, pid = await rig.up(dtype="float32"), rig.host.pid
     rig.faults(fault)
-    with pytest.raises(WeightsUnknown, match="to version 1 failed"):
+    with pytest.raises(WeightsUnknown, match=r"to 1-[0-9a-f]{8} failed"):
         await host.refresh(1, rig.publish(1), deadline=WAIT)
     rig.faults()
     await rig.until(lambda: not host.alive)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -10,10 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from gyre_sched.engine.refresh import check, decode, scratch_folder, shapes, write_folder
-from gyre_sched.errors import RefreshError
-from gyre_transport.errors import StaleVersion
-from gyre_transport.snapshot import Manifest, SnapshotSource
+from gyre_sched.engine import verify
+from gyre_sched.engine.loading import write_folder
+from gyre_sched.engine.refresh import check, decode, label, scratch_folder, shapes
+from gyre_sched.errors import RefreshError, WeightsUnknown
+from gyre_transport.snapshot import Manifest, SnapshotSource, pull
 
 TENSORS = {"a": ("F32", (2, 3), np.arange(6, dtype="f4")), "b": ("F32", (4,), np.zeros(4, "f4"))}
 
@@ -88,22 +90,54 @@ def test_the_folder_is_the_models_with_other_tensors(model: Path, tmp_path: Path
     folder.mkdir()
     moved = {**TENSORS, "b": ("F32", (4,), np.ones(4, "f4"))}
     with SnapshotSource("m") as source:
-        write_folder(source.publish(5, moved), model, folder, deadline=10)
+        write_folder(pull(source.publish(5, moved), deadline=10), model, folder)
     assert {p.name for p in folder.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
     assert (folder / "tokenizer.json").read_text() == '{"mine": 1}'
     assert shapes(folder) == shapes(model)
     assert (folder / "model.safetensors").read_bytes().count(np.ones(4, "f4").tobytes()) == 1
 
 
-def test_a_version_that_has_moved_on_writes_nothing(model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "new"
-    folder.mkdir()
+def test_a_label_tells_versions_apart_that_were_made_twice() -> None:
+    first, again = manifest_of(TENSORS, 3), manifest_of(TENSORS, 3)
+    other = manifest_of({**TENSORS, "b": ("F32", (4,), np.ones(4, "f4"))}, 3)
+    assert label(first) == label(again)
+    assert label(first).startswith("3-")
+    assert label(other).startswith("3-")
+    assert label(other) != label(first)
+
+
+def sha(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def test_checksums_of_an_engine_are_foretold() -> None:
+    q, k, v, gate, up, head = (np.full((2, 3), i, "f4") for i in range(6))
+    layer = "model.layers.0."
+    tensors = {
+        "model.embed_tokens.weight": ("F32", (2, 3), head),
+        f"{layer}self_attn.v_proj.weight": ("F32", (2, 3), v),
+        f"{layer}self_attn.q_proj.weight": ("F32", (2, 3), q),
+        f"{layer}self_attn.k_proj.weight": ("F32", (2, 3), k),
+        f"{layer}mlp.gate_proj.weight": ("F32", (2, 3), gate),
+        f"{layer}mlp.up_proj.weight": ("F32", (2, 3), up),
+        f"{layer}mlp.down_proj.weight": ("F32", (2, 3), up),
+        f"{layer}norm.weight": ("BF16", (3,), np.zeros(3, "u2")),
+    }
     with SnapshotSource("m") as source:
-        old = source.publish(1, TENSORS)
-        source.publish(2, TENSORS)
-        with pytest.raises(StaleVersion):
-            write_folder(old, model, folder, deadline=10)
-    assert not list(folder.iterdir())
+        found = verify.expected(pull(source.publish(1, tensors), deadline=10), "float32")
+    assert found == {
+        "model.embed_tokens.weight": sha(head.tobytes(), bytes(62 * 3 * 4)),
+        f"{layer}self_attn.qkv_proj.weight": sha(q.tobytes(), k.tobytes(), v.tobytes()),
+        f"{layer}mlp.gate_up_proj.weight": sha(gate.tobytes(), up.tobytes()),
+        f"{layer}mlp.down_proj.weight": sha(up.tobytes()),
+    }, "what is rounded on loading cannot be foretold"
+
+
+def test_another_checksum_is_no_version() -> None:
+    ranks = [{"checksums": {"a": "00", "b": "11", "rotary": "ff"}}]
+    assert verify.compare({"a": "00", "c": "22"}, ranks, "e", "3-aa") == 1
+    with pytest.raises(WeightsUnknown, match=r"loaded 3-aa, but its 'b' has checksum 11.*restarted"):
+        verify.compare({"a": "00", "b": "12"}, ranks, "e", "3-aa")
 
 
 def test_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

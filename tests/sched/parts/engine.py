@@ -7,12 +7,14 @@ Started as `engine.py PORT FAULTS`; FAULTS is a file with one fault a line, read
     update_fails    /update_weights_from_disk answers 400
     update_dies     the process ends in the middle of an update
     wrong_version   the new version is not taken over
+    wrong_weights   /weights_checker gives another checksum than the loaded weights have
     hangs           /health never answers
 GET /calls lists the paths called so far. Releasing twice, or resuming what is not released, ends the process, as in
 SGLang.
 """
 
 import asyncio
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -30,6 +32,8 @@ class Engine:
     def __init__(self) -> None:
         self.version = "0"
         self.released = False
+        self.paused = ""
+        self.checksum = ""
         self.calls: list[str] = []
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -47,6 +51,8 @@ class Engine:
             case "/generate":
                 meta = {"weight_version": self.version, "finish_reason": {"type": "length"}}
                 return web.json_response({"output_ids": [1, 2], "meta_info": meta})
+            case "/pause_generation":
+                self.paused = body["mode"]
             case "/model_info":
                 return web.json_response({"weight_version": self.version})
             case "/flush_cache":
@@ -56,9 +62,14 @@ class Engine:
                 if release == self.released:
                     os._exit(4)
                 self.released = release
+            case "/weights_checker":
+                checksum = "0" * 16 if "wrong_weights" in now else self.checksum
+                return web.json_response({"ranks": [{"checksums": {"w": checksum}}]})
             case "/update_weights_from_disk":
-                assert (Path(body["model_path"]) / "model.safetensors").is_file()
-                assert body["flush_cache"]
+                data = (Path(body["model_path"]) / "model.safetensors").read_bytes()
+                weights = data[8 + int.from_bytes(data[:8], "little") :]
+                self.checksum = hashlib.sha256(weights).hexdigest()[:16]
+                assert body["flush_cache"] == (self.paused == "retract")
                 assert not body["abort_all_requests"]
                 if "update_dies" in now:
                     os._exit(5)

@@ -134,5 +134,6 @@ def _new(values: list[Any], seen: int, fresh: int) -> list[Any] | None:
 
 
 def version_number(version: str, default: int) -> int:
-    """The number in a version label; an engine started without one says "default"."""
-    return int(version) if version.isdigit() else default
+    """The number a version label begins with ("3", "3-5d41ac0b"); an engine started without one says "default"."""
+    number = version.partition("-")[0]
+    return int(number) if number.isdigit() else default

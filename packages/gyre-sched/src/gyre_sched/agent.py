@@ -30,12 +30,14 @@ from gyre_sched.config import SchedConfig
 from gyre_sched.engine import launch
 from gyre_sched.engine.config import EngineConfig
 from gyre_sched.engine.host import EngineHost
+from gyre_sched.engine.pages import make_pages
 from gyre_sched.errors import EngineError, SchedError, TrainerError
 from gyre_sched.trainer import TrainerHost
 from gyre_transport import endpoint
 from gyre_transport.bus import Client, Server
 from gyre_transport.config import section
 from gyre_transport.errors import BusError, DeadlineExceeded, RemoteError
+from gyre_transport.kv.config import KvConfig
 from gyre_transport.process import ready
 from gyre_transport.run import Context
 
@@ -68,8 +70,9 @@ class CellAgent:
         self._switching = asyncio.Lock()
         self.stopping = False
         self._failure: SchedError | None = None
+        self._pages = make_pages(section(context.data, "kv", KvConfig), config, model, context, cell)
         self.engine = EngineHost(
-            f"cell-{cell}", config, model, context.dir.logs / f"engine-{cell}.log", self._dirty.set
+            f"cell-{cell}", config, model, context.dir.logs / f"engine-{cell}.log", self._dirty.set, self._pages
         )
         self.trainer = TrainerHost(
             f"the trainer of cell {cell}",
@@ -176,6 +179,7 @@ class CellAgent:
             engine_url=self.engine.url,
             capacity=self._sched.capacity,
             version=self.engine.version,
+            kv=self._pages.addresses if self._pages else (),
         )
 
     def _state(self) -> p.CellState:

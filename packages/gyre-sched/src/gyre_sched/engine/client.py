@@ -147,13 +147,38 @@ class EngineClient:
         """Take the memory again. The engine must be released (it ends itself otherwise)."""
         await self._call("POST", "/resume_memory_occupation", {})
 
-    async def update_weights_from_disk(self, folder: str, version: int, *, deadline: float | None = None) -> None:
-        """Load a Hugging Face folder in place, flush the cache and label what is sampled from now on `version`.
+    async def update_weights_from_disk(
+        self, folder: str, label: str, *, flush: bool, deadline: float | None = None
+    ) -> None:
+        """Load a Hugging Face folder in place and call what is sampled from now on `label`; flush: the cache, too.
 
         Nothing is aborted. Raises `EngineRefused` when loading failed: what the engine serves is then unknown.
         """
-        body = {"model_path": folder, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
+        body = {"model_path": folder, "weight_version": label, "flush_cache": flush, "abort_all_requests": False}
         await self._call("POST", "/update_weights_from_disk", body, deadline=deadline)
+
+    async def begin_weight_update(self) -> None:
+        """Before the first `update_weights_from_tensor`."""
+        await self._call("POST", "/begin_weight_update", {})
+
+    async def end_weight_update(self) -> None:
+        """After the last."""
+        await self._call("POST", "/end_weight_update", {})
+
+    async def update_weights_from_tensor(
+        self, payloads: list[str], label: str | None, *, flush: bool, deadline: float | None = None
+    ) -> None:
+        """Load tensors that lie in shared memory; label, flush: as `update_weights_from_disk`, None keeps the label.
+
+        payloads: how each rank opens them, see `loading`.
+        """
+        body = {
+            "serialized_named_tensors": payloads,
+            "weight_version": label,
+            "flush_cache": flush,
+            "abort_all_requests": False,
+        }
+        await self._call("POST", "/update_weights_from_tensor", body, deadline=deadline)
 
     async def weight_version(self) -> str:
         """The label of the weights."""

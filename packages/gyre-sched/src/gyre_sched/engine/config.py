@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+Pause = Literal["retract", "in_place"]
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[engine]: one SGLang server a cell. Durations in seconds; 0 leaves a size to SGLang where it says so."""
@@ -31,6 +33,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     health_failures: int = 6  # unanswered health checks in a row, call by call, after which the engine counts as hung
     attempts: int = 3  # restarts within `attempts_window`; an engine or trainer that needs more is given up
     attempts_window: float = 1800.0
+    refresh: Literal["disk", "tensor"] = "disk"  # how new weights get into the engine, see `loading`
+    # What happens to requests in flight meanwhile: they are computed again under the new weights, or keep their KV and
+    # go on (needs kv.moves, which keeps the prefix cache apart by weights).
+    refresh_pause: Pause = "retract"
+    verify: bool = True  # compare checksums of the loaded weights with the snapshot's, where that is possible
     scratch: str = ""  # folder for weights on their way to the engine; empty: a memory file system with room
 
     def __post_init__(self) -> None:

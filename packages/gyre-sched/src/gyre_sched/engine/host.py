@@ -20,7 +20,8 @@ from gyre_sched.attempts import Attempts
 from gyre_sched.engine import launch
 from gyre_sched.engine.client import EngineClient
 from gyre_sched.engine.config import EngineConfig
-from gyre_sched.engine.refresh import decode, refresh, same_weights
+from gyre_sched.engine.pages import Pages
+from gyre_sched.engine.refresh import decode, label, refresh, same_weights
 from gyre_sched.errors import EngineError, EngineStartError, RefreshError, WeightsUnknown
 from gyre_transport.errors import ProcessError
 from gyre_transport.process import Child
@@ -35,8 +36,15 @@ class EngineHost:
     """Owns one engine. `changed` is called whenever `alive`, `released`, `version` or `detail` does."""
 
     def __init__(
-        self, name: str, config: EngineConfig, model: Path, log_file: Path, changed: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        config: EngineConfig,
+        model: Path,
+        log_file: Path,
+        changed: Callable[[], None] = lambda: None,
+        pages: Pages | None = None,
     ) -> None:
+        """pages: how KV pages move with requests; None: they do not."""
         self.name = name
         self.url = ""  # the same for the engine's whole life
         self.alive = False  # healthy and warm
@@ -47,6 +55,7 @@ class EngineHost:
         self._model = model
         self._log_file = log_file
         self._changed = changed
+        self._pages = pages
         self._attempts = Attempts(config.attempts, config.attempts_window)
         self._given_up = False
         self._manifest: Manifest | None = None  # the last one seen
@@ -74,7 +83,7 @@ class EngineHost:
     async def start(self) -> None:
         """Launch, wait until healthy, warm up; `url` is then set. Raises `EngineStartError`, nothing left running."""
         async with self._lock:
-            launch.check(self._config, self._model)
+            launch.check(self._config, self._model, moves=self._pages is not None)
             port = launch.choose_port(self._config)
             host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
             self.url = f"http://{host}:{port}"
@@ -86,7 +95,9 @@ class EngineHost:
 
     async def _launch(self) -> None:
         cuda = launch.uses_cuda(self._config)
-        argv, env = launch.command(self._config, self._model, self._port, cuda=cuda)
+        argv, env = launch.command(
+            self._config, self._model, self._port, cuda=cuda, kv=self._pages.linker if self._pages else None
+        )
         began = time.monotonic()
         try:
             child = await Child.start(
@@ -134,6 +145,8 @@ class EngineHost:
             self.alive = False
             if self._client is not None:
                 await self._client.close()
+            if self._pages is not None:
+                await self._pages.close()
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
@@ -216,6 +229,8 @@ class EngineHost:
         `come_back`. An engine that is down stays down. Idempotent. Raises `EngineError`."""
         async with self._lock:
             if self.alive and not self.released:
+                if self._pages is not None:
+                    await self._pages.hold()  # what moved requests, and their executions' next ones, left here
                 await self.client.pause("abort")
                 await self.client.flush_cache()  # refused unless the engine is idle, and releasing would end it then
                 await self.client.release_memory()
@@ -266,12 +281,14 @@ class EngineHost:
             await self._update(wanted, deadline=end - time.monotonic())
         await self.client.resume()
         served = await self.client.probe(deadline=max(end - time.monotonic(), 1.0))
-        if served != str(version):
-            raise EngineError(f"engine {self.name} was probed: expected version {version}, it sampled with {served!r}")
+        expected = label(self._held) if self._held is not None else str(_BASE)
+        if served != expected:
+            raise EngineError(f"engine {self.name} was probed: expected {expected!r}, it sampled with {served!r}")
 
     async def _update(self, manifest: Manifest, *, deadline: float) -> None:
         try:
-            await refresh(self.client, manifest, self._model, scratch=self._config.scratch, deadline=deadline)
+            cuda = launch.uses_cuda(self._config)
+            await refresh(self.client, manifest, self._model, self._config, cuda=cuda, deadline=deadline)
         except WeightsUnknown:
             if self._child is not None:  # `watch` sees its end and starts it again
                 with contextlib.suppress(ProcessError):

@@ -114,12 +114,20 @@ def _environment(config: EngineConfig, cuda: bool, environ: Mapping[str, str]) -
     return env
 
 
-def check(config: EngineConfig, model: Path) -> None:
-    """Raise `EngineStartError` for what would make the engine fail slowly and obscurely."""
+def check(config: EngineConfig, model: Path, *, moves: bool = False) -> None:
+    """Raise `EngineStartError` for what would make the engine fail slowly and obscurely.
+
+    moves: whether its KV pages move with requests.
+    """
     if find_spec("sglang") is None:
         raise EngineStartError("SGLang is not installed; install gyre-sched with its extra: gyre-sched[engine]")
     if not (model / "config.json").is_file():
         raise EngineStartError(f"the engine's model {str(model)!r} is not a Hugging Face folder: no config.json in it")
+    if config.refresh_pause == "in_place" and not moves:
+        raise EngineStartError(
+            "engine.refresh_pause = 'in_place' needs kv.moves = true, which keeps pages of different weights apart; "
+            "set it, or refresh_pause = 'retract'"
+        )
     if not uses_cuda(config) and not config.max_tokens:
         raise EngineStartError("engine.max_tokens is 0, which needs a GPU; give the KV pool's size in tokens")
 

@@ -1,15 +1,18 @@
 """New weights for an engine: a snapshot's manifest in, a version served out.
 
-    manifest ──pull──▶ memory ──write──▶ a folder in a memory file system ──▶ paused engine loads it ──▶ version checked
-               (the engine generates on)                                      (requests stay open)
+    manifest ──pull──▶ memory ──prepare──▶ a folder, or shared memory ──▶ paused engine loads it ──▶ label, checksums
+               (the engine generates on)   (`loading`)                    (requests stay open)       (`verify`)
 
-The folder looks like the model's own, with other tensors, and is removed in any case.
+Requests in flight are either retracted (put back into the queue, computed again under the new weights; the prefix cache
+is flushed) or stopped in place (they go on with the KV they have; the cache is kept apart by weights). None is aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -18,12 +21,16 @@ from pathlib import Path
 
 import msgspec
 
+from gyre_sched.engine import verify
 from gyre_sched.engine.client import EngineClient
+from gyre_sched.engine.config import EngineConfig, Pause
+from gyre_sched.engine.loading import Disk, Tensors
 from gyre_sched.errors import EngineError, RefreshError, WeightsUnknown
 from gyre_transport.errors import TransportError
 from gyre_transport.snapshot import Manifest, pull
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+log = logging.getLogger(__name__)
+
 _ROOM = 1.1  # free space needed, relative to the snapshot
 
 
@@ -104,17 +111,19 @@ def scratch_folder(configured: str, nbytes: int) -> Path:
     )
 
 
-def write_folder(manifest: Manifest, model: Path, folder: Path, *, deadline: float) -> None:
-    """Pull the snapshot and make `folder` a Hugging Face folder of it; everything but the weights is linked from
-    `model`. Raises what `gyre_transport.snapshot.pull` raises, or `OSError`."""
-    snapshot = pull(manifest, deadline=deadline)
-    for path in model.iterdir():
-        if path.is_file() and not path.name.endswith((*_WEIGHTS, ".index.json")):
-            (folder / path.name).symlink_to(path.resolve())
-    snapshot.write_safetensors(folder / "model.safetensors")
+def label(manifest: Manifest) -> str:
+    """What an engine calls these weights: their version, and a digest of what they are.
+
+    A core that was restored makes a version a second time, with other bytes: KV pages of the first must not be taken
+    for pages of the second.
+    """
+    content = msgspec.msgpack.encode([(e.name, e.checksum) for e in manifest.entries])
+    return f"{manifest.version}-{hashlib.blake2b(content, digest_size=4).hexdigest()}"
 
 
-async def refresh(engine: EngineClient, manifest: Manifest, model: Path, *, scratch: str = "", deadline: float) -> None:
+async def refresh(
+    engine: EngineClient, manifest: Manifest, model: Path, config: EngineConfig, *, cuda: bool = False, deadline: float
+) -> None:
     """Give `engine`, which serves the folder `model`, the weights of `manifest`, and check that it serves them.
 
     Raises `RefreshError` when nothing was changed, and `WeightsUnknown` when the update failed: the engine is then left
@@ -122,26 +131,40 @@ async def refresh(engine: EngineClient, manifest: Manifest, model: Path, *, scra
     """
     end = time.monotonic() + deadline
     check(manifest, await asyncio.to_thread(shapes, model))
-    root = scratch_folder(scratch, manifest.nbytes)
-    folder = Path(tempfile.mkdtemp(dir=root, prefix=f"gyre-{engine.name}-v{manifest.version}-"))
+    way: Disk | Tensors | None = None
     try:
         try:
-            await asyncio.to_thread(write_folder, manifest, model, folder, deadline=deadline)
+            snapshot = await asyncio.to_thread(pull, manifest, deadline=deadline)
+            if config.refresh == "disk":
+                way = Disk(engine, snapshot, model, scratch_folder(config.scratch, manifest.nbytes))
+            else:
+                way = Tensors(engine, snapshot, config, cuda=cuda)
+            await way.prepare()
+            checksums = {}
+            if verify.possible(config, cuda=cuda):
+                checksums = await asyncio.to_thread(verify.expected, snapshot, config.dtype)
         except (TransportError, OSError) as e:
             raise RefreshError(
                 f"engine {engine.name} cannot get version {manifest.version}: {type(e).__name__}: {e}"
             ) from e
-        await _load(engine, folder, manifest.version, end)
+        await _load(engine, way, label(manifest), checksums, config.refresh_pause, end)
     finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        if way is not None:
+            await way.close()
 
 
-async def _load(engine: EngineClient, folder: Path, version: int, end: float) -> None:
+async def _load(
+    engine: EngineClient, way: Disk | Tensors, name: str, checksums: dict[str, str], pause: Pause, end: float
+) -> None:
     try:
-        await engine.pause("retract")
-        await engine.update_weights_from_disk(str(folder), version, deadline=max(end - time.monotonic(), 1.0))
-        if (served := await engine.weight_version()) != str(version):
-            raise WeightsUnknown(f"engine {engine.name} loaded version {version}, but says it serves {served!r}")
+        await engine.pause(pause)
+        # Requests that stay where they are keep their pages, so the cache is not flushed; it is kept apart by weights.
+        await way.load(name, flush=pause == "retract", deadline=max(end - time.monotonic(), 1.0))
+        if (served := await engine.weight_version()) != name:
+            raise WeightsUnknown(f"engine {engine.name} loaded {name}, but says it serves {served!r}")
+        if checksums:
+            verified = verify.compare(checksums, await engine.checksum(), engine.name, name)
+            log.info("engine %s has the weights %s: %d tensors verified", engine.name, name, verified)
         await engine.resume()
     except EngineError as e:
-        raise WeightsUnknown(f"updating engine {engine.name} to version {version} failed: {e}") from e
+        raise WeightsUnknown(f"updating engine {engine.name} to {name} failed: {e}") from e

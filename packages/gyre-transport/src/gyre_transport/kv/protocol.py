@@ -10,6 +10,8 @@ handled. The reader counts the same time from before it asked, so it stops first
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from gyre_transport.descriptor import Descriptor
@@ -61,7 +63,8 @@ class GetCounts(msgspec.Struct, frozen=True, kw_only=True, tag="get_counts"):
     """Reply: `Counted`."""
 
 
-Request = Lookup | Acknowledge | Pull | Hold | GetCounts
+PROTOCOL = ("kv", 1)  # raised when a message of an older version would be misread
+Request = Annotated[Lookup | Acknowledge | Pull | Hold | GetCounts, PROTOCOL]
 
 
 class Pages(msgspec.Struct, frozen=True, kw_only=True, tag="pages"):
@@ -95,4 +98,4 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, tag="counted"):
     counts: dict[str, int]
 
 
-Reply = Pages | Pulled | Done | Counted
+Reply = Annotated[Pages | Pulled | Done | Counted, PROTOCOL]
