@@ -27,7 +27,7 @@ class Scheduler:
         self.routes = p.Routes(epoch=1, engines=())
         self.got: asyncio.Queue = asyncio.Queue()
         self._server = Server(bus.address("scheduler"), p.Request, self._handle)
-        self._events = Publisher(bus.address("scheduler.events"), heartbeat=0.1)
+        self._events = Publisher(bus.address("scheduler.events"), p.Publication, heartbeat=0.1)
 
     async def _handle(self, message):
         if isinstance(message, p.ProxyHello):

@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from gyre_transport import bus, sockets
+from gyre_transport import framing, publish, sockets
 from gyre_transport.bus import BlockingClient, Client, Publisher, Server, Subscriber
 from gyre_transport.errors import BusError, DeadlineExceeded, ProtocolError, PublisherSilent, RemoteError
 
@@ -241,14 +241,14 @@ async def test_bytes_that_do_not_decode_are_refused_by_the_server(address, caplo
         raw.connect(server.address)
         try:
             for payload in (b"\xc1", b"", os.urandom(64), msgspec.msgpack.encode({"type": "unknown"})):
-                await raw.send_multipart([b"\x01", payload])
+                await raw.send_multipart([b"\x01", framing.header(None), payload])
                 async with asyncio.timeout(LONG):
                     request_id, status, body = await raw.recv_multipart()
                 assert (request_id, status) == (b"\x01", b"error")
-                assert msgspec.msgpack.decode(body, type=bus.Fault).kind in ("DecodeError", "ValidationError")
+                assert msgspec.msgpack.decode(body, type=framing.Fault).kind == "ProtocolError"
             with caplog.at_level(logging.ERROR):
                 await raw.send_multipart([b"alone"])
-                await until(lambda: "expected [peer, id, request]" in caplog.text)
+                await until(lambda: "expected [peer, id, header, request]" in caplog.text)
         finally:
             raw.close()
         assert await client.call(Add(1, 2), deadline=LONG) == Sum(3)
@@ -268,10 +268,10 @@ async def test_replies_that_do_not_decode_fail_the_call_and_not_the_client(addre
 
     async def serve() -> None:
         for answer in answers:
-            peer, request_id, _ = await fake.recv_multipart()
+            peer, request_id, _, _ = await fake.recv_multipart()
             await fake.send_multipart([peer, b"too few"])
             await fake.send_multipart([peer, request_id, *answer])
-        peer, request_id, _ = await fake.recv_multipart()
+        peer, request_id, _, _ = await fake.recv_multipart()
         await fake.send_multipart([peer, request_id, b"ok", msgspec.msgpack.encode(Sum(1))])
 
     server = asyncio.create_task(serve())
@@ -286,15 +286,42 @@ async def test_replies_that_do_not_decode_fail_the_call_and_not_the_client(addre
         fake.close()
 
 
-async def test_a_message_over_the_limit_is_refused_and_the_server_goes_on(address, monkeypatch):
+async def test_what_is_too_large_is_not_sent(address, monkeypatch):
     monkeypatch.setattr(sockets, "MAX_BYTES", 1 << 16)
-    async with Server(address, Fail, handle) as server:
-        async with Client(server.address, Reply) as client:
-            with pytest.raises(DeadlineExceeded):
-                await client.call(Fail("x" * (1 << 17)), deadline=0.3)
-        async with Client(server.address, Reply) as client:
-            with pytest.raises(RemoteError, match="not today"):
-                await client.call(Fail("refused"), deadline=LONG)
+
+    async def much(request: Fail) -> Text:
+        return Text("x" * (1 << 17)) if request.kind == "much" else Text("little")
+
+    async with Server(address, Fail, much) as server, Client(server.address, Reply) as client:
+        with pytest.raises(BusError, match=r"131,\d+ bytes, a message at most 65,536; send it in parts"):
+            await client.call(Fail("x" * (1 << 17)), deadline=LONG)
+        with pytest.raises(RemoteError, match=r"Text for .* at most 65,536"):
+            await client.call(Fail("much"), deadline=LONG)
+        assert await client.call(Fail("little"), deadline=LONG) == Text("little")
+        with BlockingClient(server.address, Reply) as blocking, pytest.raises(BusError, match="at most 65,536"):
+            blocking.call(Fail("x" * (1 << 17)), deadline=LONG)
+
+
+async def test_who_sends_too_much_all_the_same_is_disconnected_and_the_server_goes_on(address, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sockets, "MAX_BYTES", 1 << 16)
+        server = Server(address, Fail, handle)
+        await server.start()
+    async with Client(server.address, Reply) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.call(Fail("x" * (1 << 17)), deadline=0.3)
+    async with Client(server.address, Reply) as client:
+        with pytest.raises(RemoteError, match="not today"):
+            await client.call(Fail("refused"), deadline=LONG)
+    await server.close()
+
+
+async def test_an_address_that_is_none():
+    for wrong in ("nonsense", "tcp://127.0.0.1:port"):
+        with pytest.raises(BusError, match="cannot connect"):
+            BlockingClient(wrong, Reply)
+        with pytest.raises(BusError, match="cannot connect"):
+            await Client(wrong, Reply).call(Add(1, 2), deadline=LONG)
 
 
 # --- publish/subscribe ---------------------------------------------------------------------------------------------
@@ -347,7 +374,7 @@ async def test_heartbeats_break_the_silence(address, monkeypatch):
     async with Publisher(address, heartbeat=0.01) as publisher:
         subscriber = Subscriber(publisher.address, Reply, silence=LONG)
         await subscriber.connected(LONG)
-        monkeypatch.setattr(bus.asyncio, "timeout", timeout)
+        monkeypatch.setattr(publish.asyncio, "timeout", timeout)
         receiving = asyncio.create_task(subscriber.receive())
         end = time.monotonic() + LONG
         while len(waits) < 5 and time.monotonic() < end:  # each heartbeat starts the wait anew

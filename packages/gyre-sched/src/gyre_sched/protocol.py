@@ -13,6 +13,7 @@ count optimizer steps: the weights a run starts from are version 0. Durations ar
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -28,6 +29,7 @@ class Role(StrEnum):
     LEAVING = "leaving"  # trainer told to hand over and leave
     REFRESHING = "refreshing"  # engine resumes, takes the current weights, is probed
     FAILED = "failed"
+    FENCED = "fenced"  # its agent was silent for a lease: it takes no orders until it is registered anew
 
 
 # --- requests to the scheduler -------------------------------------------------------------------------------------
@@ -91,7 +93,8 @@ class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="engine_failed
 
 
 class CellHello(msgspec.Struct, frozen=True, kw_only=True, tag="cell_hello"):
-    """A cell agent is up: its engine answers at `engine_url` and its trainer is ready. Reply: `Ack`."""
+    """A cell agent is up, its engine answers at `engine_url` and its trainer is ready; or it was fenced and asks for
+    orders again. Reply: `Registered`."""
 
     cell: int
     agent: str  # bus address of the agent's server
@@ -99,11 +102,14 @@ class CellHello(msgspec.Struct, frozen=True, kw_only=True, tag="cell_hello"):
     engine_url: str
     capacity: int  # executions the engine may host at once (C_e)
     version: int = 0
+    instance: str = ""  # of the agent's process: another one has other processes, and forgot what it was told
+    role: str = "rollout"  # rollout | training | between; one the scheduler does not know can only join from rollout
     kv: tuple[str, ...] = ()  # bus addresses of its KV services, one a rank; none: its pages do not move
 
 
 class CellState(msgspec.Struct, frozen=True, kw_only=True, tag="cell_state"):
-    """Heartbeat of a cell agent, and at once whenever one of the fields changes. Reply: `Ack`."""
+    """Heartbeat of a cell agent, and at once whenever one of the fields changes. Reply: `Ack`; refused when the
+    registration is not the cell's, so that the agent says hello again."""
 
     cell: int
     engine_alive: bool
@@ -112,6 +118,7 @@ class CellState(msgspec.Struct, frozen=True, kw_only=True, tag="cell_state"):
     version: int = 0  # weights the engine serves
     detail: str = ""
     routable: bool = False  # after an engine died and came back: refreshed and probed again
+    registration: int = 0
 
 
 class Backlog(msgspec.Struct, frozen=True, kw_only=True, tag="backlog"):
@@ -155,6 +162,13 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="ack"):
     pass
 
 
+class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="registered"):
+    """Only orders with this registration, of this term or a later one, are for the cell from now on."""
+
+    term: int  # of the scheduler: which of the run's schedulers it is, counted from 1
+    registration: int
+
+
 class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
     """Dispatch now; at most `capacity` executions may be started and not terminated at a time."""
 
@@ -188,11 +202,12 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True, tag="routes"):
-    """The whole routing state. Published at every change and every second; only the highest epoch counts."""
+    """The whole routing state. Published at every change and every second; only the highest (term, epoch) counts."""
 
     epoch: int
     engines: tuple[Engine, ...]  # send new requests only to these
     draining: tuple[str, ...] = ()  # engines whose requests must be continued elsewhere, then acked by `Drained`
+    term: int = 0
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag="event"):
@@ -230,7 +245,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     halted: str | None = None  # why nothing can be dispatched any more
 
 
-Request = (
+PROTOCOL = ("scheduler", 1)  # raised when a message of an older version would be misread
+Request = Annotated[
     OpenBurst
     | Started
     | Terminated
@@ -243,10 +259,11 @@ Request = (
     | Backlog
     | Published
     | GetStatus
-    | Shutdown
-)
-Reply = Ack | Granted | NotYet | Declined | Routes | Status
-Publication = Routes | Event
+    | Shutdown,
+    PROTOCOL,
+]
+Reply = Annotated[Ack | Registered | Granted | NotYet | Declined | Routes | Status, PROTOCOL]
+Publication = Annotated[Routes | Event, PROTOCOL]
 
 
 # --- requests to a cell agent (scheduler and trainer are its clients) ----------------------------------------------
@@ -255,7 +272,11 @@ Publication = Routes | Event
 class EnterTraining(msgspec.Struct, frozen=True, kw_only=True, tag="enter_training"):
     """The engine is out of the routes and drained: verify, release its memory, let the trainer enter.
 
-    Reply: `Done` when the trainer has entered, `Failed` otherwise."""
+    Reply: `Done` when the trainer has entered, `Fenced` when the order is not for this cell (any more), `Failed`
+    otherwise. So for the two below."""
+
+    term: int = 0
+    registration: int = 0
 
 
 class EnterRollout(msgspec.Struct, frozen=True, kw_only=True, tag="enter_rollout"):
@@ -264,6 +285,8 @@ class EnterRollout(msgspec.Struct, frozen=True, kw_only=True, tag="enter_rollout
 
     version: int
     manifest: bytes
+    term: int = 0
+    registration: int = 0
 
 
 class Refresh(msgspec.Struct, frozen=True, kw_only=True, tag="refresh"):
@@ -271,6 +294,8 @@ class Refresh(msgspec.Struct, frozen=True, kw_only=True, tag="refresh"):
 
     version: int
     manifest: bytes
+    term: int = 0
+    registration: int = 0
 
 
 class StopCell(msgspec.Struct, frozen=True, kw_only=True, tag="stop_cell"):
@@ -302,5 +327,14 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     detail: str
 
 
-AgentRequest = EnterTraining | EnterRollout | Refresh | StopCell | TrainerReport
-AgentReply = Done | Failed | TrainerOrder | Ack
+class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):
+    """The order was not carried out: a scheduler of a later term gives orders, or the cell was registered anew since,
+    or its agent heard nothing from the scheduler for a lease and has to be registered anew."""
+
+    term: int  # the latest the agent knows
+    detail: str
+
+
+AGENT_PROTOCOL = ("agent", 1)
+AgentRequest = Annotated[EnterTraining | EnterRollout | Refresh | StopCell | TrainerReport, AGENT_PROTOCOL]
+AgentReply = Annotated[Done | Failed | Fenced | TrainerOrder | Ack, AGENT_PROTOCOL]

@@ -54,7 +54,7 @@ class Service:
         self._journal = Journal(journal)
         self._policy = Policy(config, per_burst=per_burst, steps=steps, epoch=self._journal.epoch, at=self._now())
         self._server = Server(address, p.Request, self._handle)
-        self._publisher = Publisher(events_address, heartbeat=config.heartbeat)
+        self._publisher = Publisher(events_address, p.Publication, heartbeat=config.heartbeat)
         self._agents: dict[str, Client] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._outbox: asyncio.Queue[p.Publication] = asyncio.Queue(_OUTBOX)

@@ -10,6 +10,8 @@ do not count yet, completed or not: a contribution is all or nothing.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 
@@ -174,5 +176,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     version: int
 
 
-Request = OpenBatch | Join | Claim | Renew | Complete | HandOver | Collect | Collected | CloseBatch | FeedStatus
-Reply = Opened | Joined | MicroStep | Wait | Exhausted | Handed | Reopened | Taken | Ok | Stats
+PROTOCOL = ("feed", 1)  # raised when a message of an older version would be misread
+Request = Annotated[
+    OpenBatch | Join | Claim | Renew | Complete | HandOver | Collect | Collected | CloseBatch | FeedStatus, PROTOCOL
+]
+Reply = Annotated[Opened | Joined | MicroStep | Wait | Exhausted | Handed | Reopened | Taken | Ok | Stats, PROTOCOL]

@@ -6,6 +6,7 @@ Submissions are idempotent by execution id: a second one is answered `Accepted(d
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -67,5 +68,6 @@ class FateList(msgspec.Struct, frozen=True, kw_only=True, tag="fate_list"):
     total: int  # pass as the next `since`
 
 
-Request = Submit | Fates
-Reply = Accepted | FateList
+PROTOCOL = ("intake", 1)  # raised when a message of an older version would be misread
+Request = Annotated[Submit | Fates, PROTOCOL]
+Reply = Annotated[Accepted | FateList, PROTOCOL]

@@ -1,24 +1,27 @@
 """The bus: tagged msgspec messages over ZeroMQ.
 
-Request/reply                                   Publish/subscribe
-    Client ──[id, request]──▶ Server                Publisher ──[message | heartbeat]──▶ Subscriber
-    Client ◀─[id, ok|error, reply]── Server
+Request/reply                                           Publish/subscribe (`publish`)
+    Client ──[id, header, request]──▶ Server                Publisher ──[header, message]──▶ Subscriber
+    Client ◀──[id, ok|error, reply]── Server                          ──[header]───────────▶   heartbeat
 
 What happens to a message when the peer is gone (the numbers are in `gyre_transport.sockets`)
-    request   stays queued, up to HIGH_WATER messages, while ZeroMQ reconnects. One that was already on its way to a
-              server that ends is lost, or was carried out: `call` cannot tell, and raises `DeadlineExceeded` at its
-              deadline. Requests that must not happen twice carry an identity.
-    reply     dropped when the caller's deadline has passed (counted in `Client.late`).
+    request   stays queued, up to HIGH_WATER messages, while ZeroMQ reconnects; then `call` waits for room, up to its
+              deadline. One that was already on its way to a server that ends is lost, or was carried out: `call` cannot
+              tell, and raises `DeadlineExceeded` at its deadline. One that must not happen twice carries an identity.
+    reply     dropped when the caller is gone, or more than HIGH_WATER replies behind (counted in `Server.undelivered`),
+              or when its deadline has passed (counted in `Client.late`).
     published dropped for a subscriber that is absent or more than HIGH_WATER messages behind. Publish whole states, or
               let the reader ask the server for what it missed.
-Bounds: a server runs at most `max_in_flight` handlers and leaves further requests in the socket; messages over
-MAX_BYTES are refused by the socket.
+Bounds: a server runs at most `max_in_flight` handlers and leaves further requests in the socket; what is larger than
+MAX_BYTES is not sent, and a peer that sends it all the same is disconnected.
+Peers: the header of every message says which protocol it is of, and which version; another one's is answered with
+`VersionMismatch` and never decoded. On tcp, who does not have the run's keys is refused and counted (`Server.refused`);
+it gets `AccessDenied` at its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -29,33 +32,16 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from gyre_transport.errors import BusError, DeadlineExceeded, ProtocolError, PublisherSilent, RemoteError
-from gyre_transport.sockets import bound, prepare, release
+from gyre_transport import framing, sockets
+from gyre_transport.errors import BusError, DeadlineExceeded, ProtocolError
+from gyre_transport.framing import ERROR, OK, Fault, unpack
+from gyre_transport.keys import Keys
+from gyre_transport.publish import Publisher, Subscriber
+from gyre_transport.sockets import Dialer, Listener
+
+__all__ = ["BlockingClient", "Client", "Publisher", "Server", "Subscriber"]
 
 log = logging.getLogger(__name__)
-
-_OK, _ERROR, _HEARTBEAT = b"ok", b"error", b"\x00heartbeat"
-
-
-class Fault(msgspec.Struct, frozen=True):
-    """What a failed handler sends back."""
-
-    kind: str
-    message: str
-
-
-def _unpack(frames: list[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> tuple[int, Any]:
-    """Return (request id, reply) of a reply's frames; raise what it says."""
-    if len(frames) != 3:
-        raise ProtocolError(f"expected a reply of 3 frames, got {len(frames)}; is the peer another version of Gyre?")
-    request_id = int.from_bytes(frames[0], "big")
-    try:
-        if frames[1] == _OK:
-            return request_id, decoder.decode(frames[2])
-        fault = msgspec.msgpack.decode(frames[2], type=Fault)
-        return request_id, RemoteError(fault.kind, fault.message)
-    except msgspec.DecodeError as e:
-        return request_id, ProtocolError(f"a reply does not decode: {e}; is the peer another version of Gyre?")
 
 
 class Server:
@@ -72,21 +58,33 @@ class Server:
         handler: Callable[[Any], Awaitable[Any]],
         *,
         max_in_flight: int = 256,
+        keys: Keys | None = None,
     ) -> None:
+        """keys: who may connect over tcp; default: who has this process's."""
         self.address = address
+        self.malformed = 0  # messages that could not even be answered
+        self.undelivered = 0  # replies whose caller was gone, or too far behind
+        self._header = framing.header(requests)
+        self._keys = keys
         self._decoder = msgspec.msgpack.Decoder(requests)
         self._encoder = msgspec.msgpack.Encoder()
         self._handler = handler
         self._slots = asyncio.Semaphore(max_in_flight)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop_task: asyncio.Task[None] | None = None
-        self._socket: zmq.asyncio.Socket | None = None
+        self._listener: Listener | None = None
 
     async def start(self) -> None:
         """Bind and serve; `address` then holds the real endpoint (tcp port 0 is resolved). Raises `BusError`."""
-        socket, self.address = bound(zmq.ROUTER, self.address)
-        self._socket = socket
-        self._loop_task = asyncio.create_task(self._loop(socket), name=f"bus server {self.address}")
+        self._listener = Listener(zmq.ROUTER, self.address, self._keys)
+        self.address = self._listener.address
+        self._listener.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # tell when a reply cannot be delivered
+        self._loop_task = asyncio.create_task(self._loop(self._listener.socket), name=f"bus server {self.address}")
+
+    @property
+    def refused(self) -> int:
+        """Peers turned away at the socket since the start: without keys, or with another run's."""
+        return 0 if self._listener is None else self._listener.refused
 
     async def close(self) -> None:
         """Stop reading, cancel the handlers still running and close the socket."""
@@ -94,9 +92,9 @@ class Server:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._socket is not None:
-            await release(self._socket, self.address)
-            self._socket = None
+        if self._listener is not None:
+            await self._listener.close()
+            self._listener = None
 
     async def __aenter__(self) -> Server:
         await self.start()
@@ -120,59 +118,73 @@ class Server:
             log.error("answering on %s failed", self.address, exc_info=e)
 
     async def _answer(self, socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
-        if len(frames) != 3:
-            log.error("%s: expected [peer, id, request], got %d frames; dropped", self.address, len(frames))
+        if len(frames) < 3:
+            self.malformed += 1
+            log.error("%s: expected [peer, id, header, request], got %d frames; dropped", self.address, len(frames))
             return
-        peer, request_id, payload = frames
+        status, body = await self._reply(frames[2:])
         try:
-            reply = await self._handler(self._decoder.decode(payload))
-            status, body = _OK, self._encoder.encode(reply)
+            await socket.send_multipart([*frames[:2], status, body], zmq.NOBLOCK)
+        except zmq.ZMQError as e:  # too far behind, or gone: nobody is made to wait for it
+            self.undelivered += 1
+            log.warning("%s: a reply was dropped: its caller does not take it (%s)", self.address, e)
+
+    async def _reply(self, frames: list[bytes]) -> tuple[bytes, bytes]:
+        """Return (status, reply) to [header, request]."""
+        try:
+            if len(frames) != 2 or frames[0] != self._header:
+                came = frames[0] if len(frames) > 1 else b""
+                raise framing.mismatch(self.address, serves=self._header, came=came)
+            reply = await self._handler(framing.decode(self._decoder, frames[1], "a request"))
+            return OK, _fitting(self._encoder.encode(reply), reply, self.address)
         except Exception as e:
             if not isinstance(e, BusError):
                 log.warning("%s: a request failed: %s: %s", self.address, type(e).__name__, e, exc_info=True)
-            status, body = _ERROR, self._encoder.encode(Fault(type(e).__name__, str(e)))
-        await socket.send_multipart([peer, request_id, status, body])
+            return ERROR, self._encoder.encode(Fault(type(e).__name__, str(e)))
 
 
 class Client:
     """Call a `Server` from asyncio code; any number of calls may be in flight."""
 
-    def __init__(self, address: str, replies: Any) -> None:
+    def __init__(self, address: str, replies: Any, *, keys: Keys | None = None) -> None:
+        """keys: what to prove over tcp; default: this process's."""
         self.address = address
         self.late = 0  # replies that came after their deadline
+        self._header = framing.header(replies)
+        self._keys = keys
         self._decoder = msgspec.msgpack.Decoder(replies)
         self._encoder = msgspec.msgpack.Encoder()
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._socket: zmq.asyncio.Socket | None = None
+        self._dialer: Dialer | None = None
         self._loop_task: asyncio.Task[None] | None = None
 
     async def call(self, request: Any, *, deadline: float) -> Any:
         """Send `request` and return the reply; `deadline` is in seconds from now.
 
-        Raises `DeadlineExceeded`, `RemoteError` (the handler refused) or `ProtocolError`.
+        Raises `DeadlineExceeded`, `RemoteError` (the handler refused), `VersionMismatch` or another `ProtocolError`;
+        `BusError` at once when the request is too large, or the address needs keys and there are none.
         """
-        if self._socket is None:
-            self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-            prepare(self._socket)
-            self._socket.connect(self.address)
-            self._loop_task = asyncio.create_task(self._loop(self._socket), name=f"bus client {self.address}")
+        payload = _fitting(self._encoder.encode(request), request, self.address)
+        if self._dialer is None:
+            self._dialer = Dialer(zmq.asyncio.Context.instance(), zmq.DEALER, self.address, self._keys)
+            self._loop_task = asyncio.create_task(self._loop(self._dialer.socket), name=f"bus client {self.address}")
         request_id = next(self._ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         try:
             async with asyncio.timeout(deadline):
-                await self._socket.send_multipart([request_id.to_bytes(8, "big"), self._encoder.encode(request)])
+                await self._dialer.socket.send_multipart([request_id.to_bytes(8, "big"), self._header, payload])
                 return await future
         except TimeoutError:
-            raise _expired(request, self.address, deadline) from None
+            raise _expired(request, deadline, self._dialer) from None
         finally:
             self._waiting.pop(request_id, None)
 
     async def _loop(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             try:
-                request_id, reply = _unpack(await socket.recv_multipart(), self._decoder)
+                request_id, reply = unpack(await socket.recv_multipart(), self._decoder)
             except ProtocolError as e:
                 log.error("%s: %s", self.address, e)
                 continue
@@ -193,9 +205,9 @@ class Client:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(BusError(f"the client of {self.address!r} was closed before the answer came"))
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._dialer is not None:
+            self._dialer.close()
+            self._dialer = None
 
     async def __aenter__(self) -> Client:
         return self
@@ -207,38 +219,40 @@ class Client:
 class BlockingClient:
     """Call a `Server` from a thread that has no event loop, one call at a time; not shared between threads."""
 
-    def __init__(self, address: str, replies: Any) -> None:
+    def __init__(self, address: str, replies: Any, *, keys: Keys | None = None) -> None:
+        """Raises `BusError` when the address needs keys and there are none."""
         self.address = address
+        self._header = framing.header(replies)
         self._decoder = msgspec.msgpack.Decoder(replies)
         self._encoder = msgspec.msgpack.Encoder()
         self._ids = itertools.count(1)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        prepare(self._socket)
-        self._socket.connect(address)
+        self._dialer = Dialer(zmq.Context.instance(), zmq.DEALER, address, keys)
 
     def call(self, request: Any, *, deadline: float) -> Any:
         """As `Client.call`."""
+        payload = _fitting(self._encoder.encode(request), request, self.address)
         request_id = next(self._ids)
         end = time.monotonic() + deadline
-        self._socket.setsockopt(zmq.SNDTIMEO, max(1, int(deadline * 1000)))
+        socket: zmq.Socket[bytes] = self._dialer.socket
+        socket.setsockopt(zmq.SNDTIMEO, max(1, int(deadline * 1000)))
         try:
-            self._socket.send_multipart([request_id.to_bytes(8, "big"), self._encoder.encode(request)])
+            socket.send_multipart([request_id.to_bytes(8, "big"), self._header, payload])
         except zmq.Again:
-            raise _expired(request, self.address, deadline) from None
+            raise _expired(request, deadline, self._dialer) from None
         while (left := end - time.monotonic()) > 0:
-            if not self._socket.poll(max(1, int(left * 1000))):
+            if not socket.poll(max(1, int(left * 1000))):
                 break
-            got, reply = _unpack(self._socket.recv_multipart(), self._decoder)
+            got, reply = unpack(socket.recv_multipart(), self._decoder)
             if got != request_id:
                 continue  # the late answer to a call that gave up
             if isinstance(reply, BusError):
                 raise reply
             return reply
-        raise _expired(request, self.address, deadline)
+        raise _expired(request, deadline, self._dialer)
 
     def close(self) -> None:
         """Close the socket."""
-        self._socket.close()
+        self._dialer.close()
 
     def __enter__(self) -> BlockingClient:
         return self
@@ -247,98 +261,15 @@ class BlockingClient:
         self.close()
 
 
-def _expired(request: Any, address: str, deadline: float) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"{type(request).__name__} to {address!r} got no answer in {deadline:g} s; is the process up? see its log"
-    )
+def _fitting(payload: bytes, message: Any, address: str) -> bytes:
+    """`payload`. Raises `BusError` when the peer would disconnect whoever sends it."""
+    if len(payload) > sockets.MAX_BYTES:
+        raise BusError(
+            f"{type(message).__name__} for {address!r} takes {len(payload):,} bytes, a message at most "
+            f"{sockets.MAX_BYTES:,}; send it in parts, or register the memory and send its descriptor"
+        )
+    return payload
 
 
-class Publisher:
-    """Send messages to whoever listens; a heartbeat every `heartbeat` seconds tells subscribers it is alive."""
-
-    def __init__(self, address: str, *, heartbeat: float = 1.0) -> None:
-        self.address = address
-        self._heartbeat = heartbeat
-        self._encoder = msgspec.msgpack.Encoder()
-        self._socket: zmq.asyncio.Socket | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Bind; `address` then holds the real endpoint. Raises `BusError`."""
-        socket, self.address = bound(zmq.PUB, self.address)
-        self._socket = socket
-        self._task = asyncio.create_task(self._beat(), name=f"bus publisher {self.address}")
-
-    async def publish(self, message: Any) -> None:
-        """Send one message to all subscribers; never blocks on a slow one (it loses messages instead)."""
-        if self._socket is None:
-            raise BusError(f"publisher {self.address!r} was not started; await start() first")
-        await self._socket.send(self._encoder.encode(message))
-
-    async def _beat(self) -> None:
-        while True:
-            assert self._socket is not None  # noqa: S101  (set before the task starts)
-            await self._socket.send(_HEARTBEAT)
-            await asyncio.sleep(self._heartbeat)
-
-    async def close(self) -> None:
-        """Stop the heartbeat and close the socket."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        if self._socket is not None:
-            await release(self._socket, self.address)
-            self._socket = None
-
-    async def __aenter__(self) -> Publisher:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-
-class Subscriber:
-    """Receive a publisher's messages; silence for longer than `silence` seconds is an error."""
-
-    def __init__(self, address: str, messages: Any, *, silence: float = 10.0) -> None:
-        self.address = address
-        self._silence = silence
-        self._decoder = msgspec.msgpack.Decoder(messages)
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
-        prepare(self._socket)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.connect(address)
-
-    async def receive(self) -> Any:
-        """Return the next message. Raises `PublisherSilent` or `ProtocolError`; may be called again after either."""
-        while True:
-            try:
-                async with asyncio.timeout(self._silence):
-                    payload = await self._socket.recv()
-            except TimeoutError:
-                raise PublisherSilent(
-                    f"{self.address!r} was silent for {self._silence:g} s; is the process up? see its log"
-                ) from None
-            if payload == _HEARTBEAT:
-                continue
-            try:
-                return self._decoder.decode(payload)
-            except msgspec.DecodeError as e:
-                raise ProtocolError(f"{self.address!r} sent a message that does not decode: {e}") from e
-
-    async def connected(self, deadline: float) -> None:
-        """Wait until the publisher is heard once (a message waiting is not consumed). Raises `DeadlineExceeded`."""
-        if not await self._socket.poll(int(deadline * 1000)):
-            raise DeadlineExceeded(f"{self.address!r} was not heard in {deadline:g} s; is the process up?")
-
-    async def close(self) -> None:
-        """Close the socket."""
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.close()
-
-    async def __aenter__(self) -> Subscriber:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
+def _expired(request: Any, deadline: float, dialer: Dialer) -> DeadlineExceeded:
+    return dialer.late(f"{type(request).__name__} to {dialer.address!r} got no answer in {deadline:g} s")

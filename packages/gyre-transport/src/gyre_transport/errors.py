@@ -37,6 +37,14 @@ class ProtocolError(BusError):
     """Bytes that do not decode as the protocol expected here."""
 
 
+class VersionMismatch(ProtocolError):
+    """The peer speaks another protocol, or another version of it."""
+
+
+class AccessDenied(DeadlineExceeded):
+    """The peer refuses this process's keys, or its lack of any, and did so until the deadline."""
+
+
 class PublisherSilent(BusError):
     """A publisher sent neither message nor heartbeat for longer than the subscriber allows."""
 

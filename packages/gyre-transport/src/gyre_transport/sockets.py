@@ -1,44 +1,133 @@
-"""ZeroMQ sockets as the bus uses them: options, and addresses that are taken and given back reliably."""
+"""ZeroMQ sockets as the bus uses them: options, addresses that are taken and given back reliably, and who may connect.
+
+ipc               no keys: the folder's permissions
+tcp, loopback     the process's keys (`gyre_transport.keys`) if it has any
+tcp, beyond       the process's keys; without them neither bound nor connected
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import socket as socketlib
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
-from gyre_transport.errors import BusError
+from gyre_transport import keys as runs
+from gyre_transport.admission import Reception, Refusals, gate
+from gyre_transport.errors import AccessDenied, BusError, DeadlineExceeded
+from gyre_transport.keys import Keys
 
 HIGH_WATER = 10_000  # messages
 MAX_BYTES = 1 << 30  # a message
 _RELEASE = 2_000  # ms
 
 
-def prepare(socket: zmq.Socket[Any]) -> None:
+def prepare(socket: zmq.Socket[Any], address: str) -> None:
     """Set the options every socket of the bus has."""
+    socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.LINGER, 500)  # ms: let a last reply leave, never hang an exit
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+    # A machine that is gone is noticed by the kernel. Not by libzmq's heartbeats: they time out at a socket that is
+    # behind by RCVHWM, too, and libzmq 4.3.5 then aborts the process when it is read again.
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 4)  # seconds
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.TCP_MAXRT, 10_000)  # ms that sent bytes may stay unacknowledged
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)  # ms: a peer that refuses is not asked ten times a second
 
 
-def bound(kind: int, address: str) -> tuple[zmq.asyncio.Socket, str]:
-    """Return a bound socket and its real endpoint (tcp port 0 is resolved). Raises `BusError`; then nothing is open."""
+def bound(kind: int, address: str, keys: Keys | None = None) -> tuple[zmq.asyncio.Socket, str]:
+    """Return a bound socket and its real endpoint (tcp port 0 is resolved). Raises `BusError`; then nothing is open.
+
+    keys: default: this process's.
+    """
     if _served(address):  # ZeroMQ would take a living server's ipc path away without a word
         raise BusError(f"cannot listen on {address!r}: a living process does; choose another address or stop it")
+    keys = _needed(address, keys, "listen on")
     socket = zmq.asyncio.Context.instance().socket(kind)
-    prepare(socket)
+    prepare(socket, address)
+    if keys is not None:
+        gate.guard(socket, keys)
     try:
         socket.bind(address)
     except zmq.ZMQError as e:
-        socket.close()
+        discard(socket)
         raise BusError(
             f"cannot listen on {address!r}: {e}; choose another address or stop the process that holds it"
         ) from e
     return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+class Listener:
+    """A bound socket until it is closed, and the peers it refused."""
+
+    def __init__(self, kind: int, address: str, keys: Keys | None = None) -> None:
+        """Raises `BusError`; then nothing is open."""
+        self.socket, self.address = bound(kind, address, keys)
+        tcp = self.address.startswith("tcp://")
+        self._refusals = Refusals(self.socket, self.address) if tcp else None
+
+    @property
+    def refused(self) -> int:
+        """Peers turned away: without keys, or with another run's. Each counts as often as it tries."""
+        return 0 if self._refusals is None else self._refusals.count
+
+    async def close(self) -> None:
+        """Close; the address is free afterwards."""
+        if self._refusals is not None:
+            self._refusals.close()
+        await release(self.socket, self.address)
+
+
+class Dialer:
+    """A socket that connects, now or later, and what is known about why nobody answers."""
+
+    def __init__(self, context: zmq.Context[Any], kind: int, address: str, keys: Keys | None = None) -> None:
+        """keys: default: this process's. Raises `BusError`; then nothing is open."""
+        self.address = address
+        keys = _needed(address, keys, "connect to")
+        self.socket: Any = context.socket(kind)
+        self._reception = Reception(self.socket) if address.startswith("tcp://") else None
+        prepare(self.socket, address)
+        if keys is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public.encode())
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public.encode())
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret.encode())
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError as e:
+            self.close()
+            raise BusError(f"cannot connect to {address!r}: {e}; check the address") from e
+
+    @property
+    def denied(self) -> bool:
+        """Whether the peer refuses this process's keys, or its lack of any."""
+        return self._reception is not None and self._reception.denied
+
+    @property
+    def why(self) -> str:
+        """What to look at when there was no answer."""
+        if not self.denied:
+            return "is the process up? see its log"
+        return (
+            "the handshake failed. Is it another run's port, or is this process without the run's keys (bus.keys)? The "
+            "peer's log says whom it refused"
+        )
+
+    def late(self, what: str) -> DeadlineExceeded:
+        """The error of an answer that did not come."""
+        return (AccessDenied if self.denied else DeadlineExceeded)(f"{what}; {self.why}")
+
+    def close(self) -> None:
+        """Close. Idempotent."""
+        if self._reception is not None:
+            self._reception.close()
+        self.socket.close()
 
 
 async def release(socket: zmq.asyncio.Socket, address: str) -> None:
@@ -52,7 +141,39 @@ async def release(socket: zmq.asyncio.Socket, address: str) -> None:
         await monitor.poll(_RELEASE)
     finally:
         socket.disable_monitor()
-        socket.close()
+        discard(socket)
+
+
+def discard(socket: zmq.Socket[Any]) -> None:
+    """Close a socket that `bound` made, without waiting."""
+    socket.close()
+    gate.forget(socket)
+
+
+def loopback(address: str) -> bool:
+    """Whether only this machine can reach a ZeroMQ address."""
+    transport, _, rest = address.partition("://")
+    if transport != "tcp":
+        return True
+    host = rest.rpartition(":")[0].rpartition(";")[2].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # "*", the name of an interface or of a host
+
+
+def _needed(address: str, keys: Keys | None, doing: str) -> Keys | None:
+    if not address.startswith("tcp://"):
+        return None
+    keys = keys or runs.used()
+    if keys is None and not loopback(address):
+        raise BusError(
+            f"will not {doing} {address!r} without keys: others can reach it. Name the run's key file in bus.keys "
+            "(the launcher makes it), or use ipc or a loopback address"
+        )
+    return keys
 
 
 def _served(address: str) -> bool:
