@@ -156,6 +156,7 @@ class ScriptedEngine:
         self.logprobs = True
         self.version = "0"
         self.spans = True
+        self.cached = {"device": 0, "host": 0}
         self.swap: tuple[int, str] | None = None
         self.refuse: str | None = None
         self.self_abort: int | None = None
@@ -298,7 +299,8 @@ class ScriptedEngine:
                 "finish_reason": finish,
                 "prompt_tokens": len(body["input_ids"]),
                 "completion_tokens": len(ids),
-                "cached_tokens": 0,
+                "cached_tokens": sum(self.cached.values()),
+                "cached_tokens_details": self.cached,
                 "weight_version": self.version,
             }
             if self.spans or finish is not None:

@@ -36,6 +36,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attempts: int = 16  # engine failures one call survives (drains are not failures)
     connect_timeout: float = 5.0
     silence: float = 600.0  # an engine that sends nothing for so long is taken for lost
+    kv_wait: float = 10.0  # how long a request waits for its KV pages to follow it to another engine; 0: they do not
     abort_wait: float = 10.0  # how long an engine may take to end an aborted request before its connection is closed
     backoff: float = 0.5  # first pause after an engine failed; doubles up to `backoff_limit`
     backoff_limit: float = 15.0
@@ -50,7 +51,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)!r}")
         if self.media not in ("note", "refuse"):
             raise ValueError(f"media must be 'note' or 'refuse', got {self.media!r}")
-        for name in ("context", "token_budget", "probe_wait"):
+        for name in ("context", "token_budget", "probe_wait", "kv_wait"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
         if len(os.fsencode(self.socket)) > _SOCKET_PATH:

@@ -35,6 +35,7 @@ class Route:
     capacity: int = 1 << 30  # executions it may host
     version: int = 0
     lasting: int = 0  # higher stays longer in rollout
+    kv: tuple[str, ...] = ()  # bus addresses of its KV services, one a rank
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,7 @@ class EngineState:
     retry_at: float = 0.0  # not used before (loop time)
     executions: set[str] = field(default_factory=set)  # that stick to it
     active: set[Movable] = field(default_factory=set)  # requests open at it now
+    leaving: set[Movable] = field(default_factory=set)  # that left it, and whose KV pages are being fetched
     moved: int = 0  # requests that left it since it began to drain
 
 
@@ -60,6 +62,7 @@ class Pool:
         self.changed = asyncio.Condition()
         self._backoff, self._limit = backoff, backoff_limit
         self._sticky: dict[str, str] = {}
+        self._kv: dict[str, tuple[str, ...]] = {}  # of every engine there ever was
 
     def update(self, epoch: int, routes: Iterable[Route], draining: Iterable[str] = (), *, reset: bool = False) -> bool:
         """Take over the routes of `epoch`; returns False and ignores older ones, unless `reset`."""
@@ -67,6 +70,7 @@ class Pool:
             return False
         self.epoch = epoch
         routed = {r.name: r for r in routes}
+        self._kv |= {r.name: r.kv for r in routed.values()}
         leaving = set(draining)
         for name, state in self.engines.items():
             state.routed = name in routed
@@ -81,7 +85,7 @@ class Pool:
             if known.route.url != route.url or known.route.version != route.version:
                 known.failures, known.retry_at = 0, 0.0  # another process, or refreshed and probed again
             known.route = route
-        for name in [n for n, s in self.engines.items() if not (s.routed or s.draining or s.active)]:
+        for name in [n for n, s in self.engines.items() if not (s.routed or s.draining or s.active or s.leaving)]:
             del self.engines[name]
         return True
 
@@ -108,8 +112,8 @@ class Pool:
 
         return min(usable, key=rank, default=None)
 
-    def assign(self, execution: str, state: EngineState) -> None:
-        """Make `execution` stick to an engine."""
+    def assign(self, execution: str, state: EngineState) -> str | None:
+        """Make `execution` stick to an engine; returns the one it stuck to, if that was another."""
         name = state.route.name
         before = self._sticky.get(execution)
         if before != name:
@@ -117,6 +121,12 @@ class Pool:
                 self.engines[before].executions.discard(execution)
             self._sticky[execution] = name
         state.executions.add(execution)
+        return before if before != name else None
+
+    def pages_at(self, engine: str) -> tuple[str, ...]:
+        """Where KV pages of `engine` are asked for, routed or not; nowhere once a request was lost at it."""
+        state = self.engines.get(engine)
+        return () if state is not None and state.failures else self._kv.get(engine, ())
 
     def forget(self, execution: str) -> None:
         """The execution has ended."""
@@ -134,6 +144,7 @@ class Pool:
 
         Requests that are lost during the pause were under way when it began: they are the same failure.
         """
+        self._kv.pop(state.route.name, None)
         if now < state.retry_at:
             return
         state.failures += 1

@@ -31,6 +31,7 @@ from gyre_agent_proxy.engines import EngineState, Pool
 from gyre_agent_proxy.errors import EngineError, EngineRefused, NoEngine
 from gyre_agent_proxy.metrics import Metrics
 from gyre_agent_proxy.output import Output
+from gyre_agent_proxy.pages import PageMoves
 from gyre_agent_proxy.stream import Reader, StreamError, Versions, version_number
 from gyre_agent_proxy.vocabulary import Vocabulary
 from gyre_traj.records import Attempt, Span
@@ -49,6 +50,7 @@ class Engines:
         metrics: Metrics,
         vocabulary: Vocabulary,
         lost: Callable[[str, str], None] = lambda engine, detail: None,
+        pages: PageMoves | None = None,
     ) -> None:
         self.pool = pool
         self.client = client
@@ -56,6 +58,7 @@ class Engines:
         self.metrics = metrics
         self.vocabulary = vocabulary
         self.lost = lost
+        self.pages = pages or PageMoves(metrics, 0)
 
 
 class Generation:
@@ -81,6 +84,9 @@ class Generation:
         self._request: tuple[str, str, asyncio.Timeout] | None = None  # url, rid, limit of the one that is open
         self._leaving: asyncio.Task[None] | None = None  # aborts it
         self._certain: int | None = None  # as `Reader.certain`, of the last attempt
+        self._came_from: str | None = None  # the execution's last engine, when the next attempt is at another
+        self._left: EngineState | None = None  # the drained engine whose pages are not fetched yet
+        self._cached: tuple[int, int] | None = None  # tokens the engine had or restored, and the restored ones
         self._reason = ""
         self._abandoned = False
 
@@ -105,6 +111,12 @@ class Generation:
 
     async def run(self) -> Output:
         """Sample to the end. Raises `EngineRefused`, `EngineError`, `NoEngine`; `output` then holds what there is."""
+        try:
+            return await self._run()
+        finally:
+            await self._gone()
+
+    async def _run(self) -> Output:
         out, failures = self.output, 0
         while not out.finish:
             if self._abandoned:
@@ -115,6 +127,7 @@ class Generation:
                 state = await self._engine()
                 if state is None:
                     continue
+                await self._bring(state)
                 if (detail := await self._attempt(state)) is None:
                     self._e.pool.succeeded(state)
                     continue
@@ -137,8 +150,9 @@ class Generation:
         while not self._abandoned:
             now = loop.time()
             if (state := pool.choose(self._execution, now)) is not None:
-                pool.assign(self._execution, state)
+                self._came_from = pool.assign(self._execution, state)
                 return state
+            await self._gone()  # nobody is there to fetch what was left behind
             if now >= end:
                 raise NoEngine(
                     f"no engine took the call within {self._e.config.route_wait:g} s "
@@ -150,6 +164,20 @@ class Generation:
                     await pool.changed.wait()
         return None
 
+    async def _bring(self, state: EngineState) -> None:
+        """Have `state` fetch the KV pages that the execution's last engine has of these tokens."""
+        if self._came_from is not None:
+            source = self._e.pool.pages_at(self._came_from)
+            await self._e.pages.bring(source, state.route.kv, self._prompt + self.output.ids)
+        await self._gone()
+
+    async def _gone(self) -> None:
+        """A drained engine need not keep anything for this call any more."""
+        if (left := self._left) is not None:
+            self._left = None
+            left.leaving.discard(self)
+            await self._e.pool.notify()
+
     async def _attempt(self, state: EngineState) -> str | None:
         """One request to one engine; returns why it failed, or None (finished, moved or abandoned)."""
         out, base = self.output, len(self.output.ids)
@@ -159,6 +187,8 @@ class Generation:
         self._reason = ""
         self._e.metrics.add("attempts")
         state.active.add(self)
+        self._cached = None
+        context = len(self._prompt) + base
         end = "error: cancelled"
         try:
             end = await self._exchange(state, rid, base)
@@ -169,14 +199,35 @@ class Generation:
             raise
         finally:
             state.active.discard(self)
-            out.attempts.append(Attempt(engine=state.route.name, rid=rid, tokens=len(out.ids) - base, end=end))
+            cached = self._cached[0] if self._cached is not None else None
+            out.attempts.append(
+                Attempt(
+                    engine=state.route.name,
+                    rid=rid,
+                    tokens=len(out.ids) - base,
+                    end=end,
+                    context=context,
+                    cached=cached,
+                )
+            )
+            self._count_relocation(context)
             self._check_versions(base)
             self._check_stops(base)
             if self._reason == "drain" and not out.finish:
                 state.moved += 1
                 self._e.metrics.add("moves")
+                if state.route.kv:
+                    self._left = state
+                    state.leaving.add(self)
             await self._e.pool.notify()
         return end.removeprefix("error: ") if end.startswith("error") and not out.finish else None
+
+    def _count_relocation(self, context: int) -> None:
+        if self._came_from is not None and self._cached is not None:
+            cached, restored = self._cached
+            self._e.metrics.add("relocated")
+            self._e.metrics.add("relocated_tokens", context - cached + restored)
+            self._e.metrics.add("relocated_recomputed", context - cached)
 
     async def _exchange(self, state: EngineState, rid: str, base: int) -> str:
         """Send the request and read its stream; returns how it ended, in `Attempt.end`'s words."""
@@ -222,6 +273,7 @@ class Generation:
             async for event in events:
                 piece = reader.read(event)
                 versions = piece.versions
+                self._cached = piece.cached, piece.restored
                 if base == 0 and piece.cached:
                     out.cached = piece.cached
                 out.ids += piece.ids

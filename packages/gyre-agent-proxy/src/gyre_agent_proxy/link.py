@@ -88,7 +88,7 @@ class Link:
 
     async def _apply(self, routes: protocol.Routes, *, reset: bool = False) -> None:
         pool = self._pool
-        engines = [Route(e.engine, e.url.rstrip("/"), e.capacity, e.version, e.lasting) for e in routes.engines]
+        engines = [Route(e.engine, e.url.rstrip("/"), e.capacity, e.version, e.lasting, e.kv) for e in routes.engines]
         if not pool.update(routes.epoch, engines, routes.draining, reset=reset):
             return
         await pool.notify()
@@ -109,11 +109,11 @@ class Link:
             state = pool.engines.get(name)
             if state is not None and not state.draining:
                 return  # the scheduler changed its mind
-            if state is None or not state.active:
+            if state is None or not (state.active or state.leaving):
                 break
             pool.drain(name)
             async with pool.changed:
-                if state.active:
+                if state.active or state.leaving:
                     await pool.changed.wait()
         drained = protocol.Drained(
             proxy=self._name, engine=name, epoch=pool.epoch, moved=state.moved if state is not None else 0

@@ -22,6 +22,12 @@ COUNTERS = (
     "calls_untrainable",  # answered, but without log-probabilities
     "moves",  # requests that left a draining engine
     "attempts",  # requests sent to engines
+    "kv_moves",  # requests whose KV pages another engine was asked to fetch
+    "kv_moves_failed",  # of those, fetches that did not work out
+    "kv_tokens",  # tokens of the pages that were fetched
+    "relocated",  # requests that went to another engine than their execution's last one, and were answered
+    "relocated_tokens",  # tokens these began with that the new engine had not computed itself
+    "relocated_recomputed",  # of those, tokens it computed again; the others' pages were restored
     "engine_failures",  # requests lost at an engine
     "duplicates",  # requests that joined an earlier one's attempt
     "logs_cut",  # logs that ended in part of a record, which was cut off

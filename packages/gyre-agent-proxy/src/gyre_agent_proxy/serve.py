@@ -24,6 +24,7 @@ from gyre_agent_proxy.generate import Engines
 from gyre_agent_proxy.keys import load_secret
 from gyre_agent_proxy.link import Link, static_routes
 from gyre_agent_proxy.metrics import Metrics
+from gyre_agent_proxy.pages import PageMoves
 from gyre_agent_proxy.probe import probe
 from gyre_agent_proxy.recorder import Recorder
 from gyre_agent_proxy.render import context_of, load_renderer
@@ -75,7 +76,9 @@ async def proxy(
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         client = EngineClient(session, renderer.stop_ids, connect=config.connect_timeout, silence=config.silence)
-        engines = Engines(pool, client, config, counters, renderer.vocabulary)
+        pages = PageMoves(counters, config.kv_wait)
+        stack.push_async_callback(pages.close)
+        engines = Engines(pool, client, config, counters, renderer.vocabulary, pages=pages)
         if bus is None and config.probe_wait:
             prompt = renderer.vocabulary.encode("The engine is asked for a few tokens.")
             await asyncio.gather(

@@ -45,6 +45,7 @@ class Meta(msgspec.Struct):
     weight_version: str | int | None = None
     weight_versions: list[dict[str, Any]] | None = None
     cached_tokens: int | None = None
+    cached_tokens_details: dict[str, Any] | None = None  # {"device": tokens, "host": tokens, …}
 
 
 class Event(msgspec.Struct):
@@ -62,7 +63,8 @@ class Piece(msgspec.Struct):
     logprobs: list[float] | None  # None: not (all) there
     finish: dict[str, Any] | None
     versions: Versions  # of this request's output so far
-    cached: int
+    cached: int  # prompt tokens whose KV was there or restored
+    restored: int = 0  # of those, tokens whose pages came from outside the engine's own cache
 
 
 class Reader:
@@ -86,7 +88,7 @@ class Reader:
             raise StreamError(f"expected completion_tokens of at least {before}, got {total!r}")
         fresh = total - before
         if not fresh:
-            return Piece([], [], finish, self._noted(meta, total), meta.cached_tokens or 0)
+            return Piece([], [], finish, self._noted(meta, total), meta.cached_tokens or 0, _restored(meta))
         if event.output_ids is None:
             raise StreamError(f"expected output_ids for {fresh} tokens, got none; does a router strip them?")
         new = _new(event.output_ids, before, fresh)
@@ -99,7 +101,7 @@ class Reader:
                 raise StreamError("the engine's log-probabilities belong to other tokens than its output_ids")
             logprobs = [float(e[0]) for e in got]
         self.count = total
-        return Piece(new, logprobs, finish, self._noted(meta, total), meta.cached_tokens or 0)
+        return Piece(new, logprobs, finish, self._noted(meta, total), meta.cached_tokens or 0, _restored(meta))
 
     def _noted(self, meta: Meta, total: int) -> Versions:
         """Which weights sampled which tokens: the engine's spans (it sends them at the end), until then its label.
@@ -122,6 +124,11 @@ class Reader:
                 self.certain = done
             self._versions = (*self._versions, (str(label), done, total))
         return self._versions
+
+
+def _restored(meta: Meta) -> int:
+    details = meta.cached_tokens_details or {}
+    return sum(n for where, n in details.items() if where != "device" and isinstance(n, int))
 
 
 def _new(values: list[Any], seen: int, fresh: int) -> list[Any] | None:

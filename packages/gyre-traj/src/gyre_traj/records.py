@@ -32,6 +32,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     rid: str
     tokens: int  # output tokens it contributed
     end: str  # "stop", "length", "abort", "drain", "error: …"
+    context: int = 0  # tokens it began with: the prompt and what earlier attempts had sampled
+    cached: int | None = None  # of those, tokens whose KV the engine had or restored; None: it never said
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
