@@ -26,7 +26,8 @@ from gyre_train.feed.config import FeedConfig
 from gyre_transport.config import load, only, section
 from gyre_transport.errors import ConfigError
 from gyre_transport.kv.config import KvConfig
-from gyre_transport.run import BatchConfig, BusConfig, RunConfig, TransportConfig
+from gyre_transport.run import BatchConfig, BusConfig, RunConfig, RunDir, TransportConfig
+from gyre_transport.sockets import loopback
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +95,7 @@ def resolve(path: Path, overrides: list[str], *, convert_model: bool = True) -> 
 
     sections["model"] = _model(sections["model"], base, convert_model)
     sections["runner"] = _runner(sections["runner"], base)
-    sections["bus"] = _bus(sections["bus"])
+    sections["bus"] = _bus(sections["bus"], base, RunDir(run["dir"]))
     sections["proxy"] = _proxy(sections["proxy"])
     _check(sections)
     return Resolved(sections)
@@ -114,7 +115,10 @@ def _runner(runner: Any, base: Path) -> Any:
     return msgspec.structs.replace(runner, tasks=tasks, folder=str(base))
 
 
-def _bus(bus: BusConfig) -> BusConfig:
+def _bus(bus: BusConfig, base: Path, run_dir: RunDir) -> BusConfig:
+    if bus.kind == "tcp" and (bus.keys or not loopback(f"tcp://{bus.host}:0")):
+        keys = base / Path(bus.keys).expanduser() if bus.keys else run_dir.bus_keys
+        return msgspec.structs.replace(bus, keys=str(keys.resolve()))
     if bus.kind != "ipc" or bus.dir:
         return bus
     root = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()

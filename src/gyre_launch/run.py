@@ -23,6 +23,7 @@ from gyre_launch.supervisor import Supervisor
 from gyre_sched.errors import SchedError
 from gyre_sched.face.follow import Follower
 from gyre_sched.face.page import write_report
+from gyre_transport import keys
 from gyre_transport.run import Context
 
 
@@ -36,6 +37,8 @@ def prepare(resolved: Resolved) -> Context:
         resolved.write(run_dir / "config.toml")
         if resolved.bus.kind == "ipc":
             Path(resolved.bus.dir).mkdir(mode=0o700, parents=True)
+        elif resolved.bus.keys and not Path(resolved.bus.keys).exists():
+            keys.make(Path(resolved.bus.keys))
     except OSError as e:
         raise LaunchError(f"cannot create the run directory {str(run_dir)!r}: {e.strerror}; set run.dir") from e
     return Context(run_dir / "config.toml")

@@ -43,12 +43,13 @@ class BatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[bus]: where services listen. ipc: sockets in `dir` (a short path: at most about 80 characters). tcp: `ports`
-    names a port for each service on `host`."""
+    names a port for each service on `host`; beyond loopback, everything is encrypted under the run's `keys`."""
 
     kind: Literal["ipc", "tcp"] = "ipc"
     dir: str = ""
     host: str = "127.0.0.1"
     ports: dict[str, int] = {}
+    keys: str = ""  # file with the run's keys, mode 0600: made by the launcher; copy it to the run's other machines
 
     def address(self, service: str) -> str:
         """ZeroMQ address of `service`: scheduler, scheduler.events, feed, feed.intake, agent-<cell>."""
@@ -95,6 +96,7 @@ class RunDir:
         self.workspaces = self.path / "workspaces"  # one folder an execution
         self.policy = self.path / "policy"  # the trained policy, a Hugging Face folder
         self.secret = self.path / "secret"  # 0600; signs execution keys
+        self.bus_keys = self.path / "bus.keys"  # 0600; where the bus is encrypted
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
 
@@ -104,7 +106,7 @@ class RunDir:
 
 
 class Context:
-    """A process's view of the resolved config."""
+    """A process's view of the resolved config. From its making on, the process's tcp sockets use the run's keys."""
 
     def __init__(self, config: Path) -> None:
         self.data: dict[str, Any] = load(config)
@@ -114,3 +116,7 @@ class Context:
         self.transport = section(self.data, "transport", TransportConfig)
         self.dir = RunDir(self.run.dir)
         self.config_path = config
+        if self.bus.keys:
+            from gyre_transport import keys  # with libzmq, which a process that only reads its config does without
+
+            keys.use(keys.load(Path(self.bus.keys)))
