@@ -101,7 +101,7 @@ def sampling_params(sampling: Sampling, max_new_tokens: int, stop_ids: tuple[int
             found[name] = value
     if sampling.seed is not None:
         found["sampling_seed"] = sampling.seed
-    return found
+    return found | sampling.constraint
 
 
 def _code(error: Any) -> Any:

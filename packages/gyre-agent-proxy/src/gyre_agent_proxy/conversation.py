@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from gyre_agent_proxy.constraint import Demand
+
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of a tool by the assistant; `arguments` is the raw text the model wrote."""
@@ -48,6 +50,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    constraint: dict[str, str] = {}  # see `gyre_agent_proxy.constraint`
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +74,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     omitted: int = 0  # parts that the model cannot read, replaced by a note
     left_out: int = 0  # tools and items that cannot be served: not in the prompt, kept in `other`
     other: dict[str, Any] = {}  # fields of the body that nothing here reads, kept in the record
+    demand: Demand = Demand()
     echo: Any = None  # what the dialect's answer needs again of the request; not recorded
+
+    @property
+    def callable_tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools of which an answer may hold calls."""
+        return () if self.demand.calls == "none" else self.conversation.tools
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

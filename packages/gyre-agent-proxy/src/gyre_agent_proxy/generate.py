@@ -7,7 +7,8 @@
         └──────────────────────┴──────────── with the tokens at hand ◀────────────────────────────────┘
 
 An engine looks for stop strings in its own output only, so after a move the joined text is looked at here; a stop that
-spans the cut ends the generation at the token that completes it.
+spans the cut ends the generation at the token that completes it. Nor can it take up a constrained answer in its middle:
+such a call begins again, and its client is told nothing before the end.
 """
 
 from __future__ import annotations
@@ -213,6 +214,10 @@ class Generation:
             self._count_relocation(context)
             self._check_versions(base)
             self._check_stops(base)
+            if self._sampling.constraint and out.ids and not (out.finish or self._abandoned):
+                self._e.metrics.add("restarts")
+                out.truncate(0)
+                out.logprobs = []
             if self._reason == "drain" and not out.finish:
                 state.moved += 1
                 self._e.metrics.add("moves")

@@ -28,6 +28,7 @@ COUNTERS = (
     "relocated",  # requests that went to another engine than their execution's last one, and were answered
     "relocated_tokens",  # tokens these began with that the new engine had not computed itself
     "relocated_recomputed",  # of those, tokens it computed again; the others' pages were restored
+    "restarts",  # constrained answers that an engine did not finish, begun again
     "engine_failures",  # requests lost at an engine
     "duplicates",  # requests that joined an earlier one's attempt
     "logs_cut",  # logs that ended in part of a record, which was cut off
@@ -40,6 +41,7 @@ COUNTERS = (
     "unknown_roles",  # calls no role rule matched
     "media_omitted",  # images and files that the model cannot read, replaced by a note
     "left_out",  # hosted tools and their items, which nobody here can run
+    "demands_ignored",  # what requests demand of an answer's form and is not followed
     "tools_ignored",  # calls whose tools the chat template does not mention
     "prompt_tokens",
     "completion_tokens",

@@ -118,7 +118,7 @@ class PackagedRenderer:
         return Extension(rest[:closing], rest[closing:])
 
     def thinking(self, prompt: Sequence[int]) -> bool:
-        return False  # only asked where `plain`
+        return self.vocabulary.decode(prompt[-8:]).rstrip().endswith("<think>")
 
     def turn(self, message: Message, tools: Tools) -> list[int] | None:
         ask = Message(role="user", text="-")

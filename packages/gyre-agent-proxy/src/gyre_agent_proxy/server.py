@@ -197,16 +197,17 @@ class _Telling:
     def __init__(self, attempt: Attempt, renderer: Renderer) -> None:
         asked = attempt.request
         self._attempt = attempt
-        self._plain = renderer.plain
+        self._unfolds = renderer.plain and not asked.sampling.constraint
         self._text = GrowingText(renderer.vocabulary, renderer.stop_ids)
-        self._turn = Unfolding(
-            tools=bool(asked.conversation.tools), stops=asked.sampling.stop, thinking=attempt.thinking
-        )
+        self._turn = Unfolding(tools=bool(asked.callable_tools), stops=asked.sampling.stop, thinking=attempt.thinking)
         self._told: list[Said] = []
 
     def more(self) -> Said:
-        """What is sure by now and was not told yet; a turn that only its renderer can read is told at the end."""
-        said = self._turn.feed(self._text.feed(self._attempt.tell())) if self._plain else Said()
+        """What is sure by now and was not told yet.
+
+        A turn that only its renderer can read, or that may have to begin again, is told at the end.
+        """
+        said = self._turn.feed(self._text.feed(self._attempt.tell())) if self._unfolds else Said()
         if any(said):
             self._told.append(said)
         return said

@@ -15,6 +15,7 @@ import msgspec
 
 from gyre_agent_proxy.attempt import Attempt
 from gyre_agent_proxy.budget import fit
+from gyre_agent_proxy.constraint import Demand, constrain
 from gyre_agent_proxy.conversation import Conversation, Reply, Request, Sampling, ToolCall, digest
 from gyre_agent_proxy.errors import EngineError, ExecutionEnded, NoEngine, ProxyError, RecordError, TooBusy
 from gyre_agent_proxy.generate import Engines, Generation
@@ -24,7 +25,7 @@ from gyre_agent_proxy.output import Output
 from gyre_agent_proxy.parse import reasoning_tokens
 from gyre_agent_proxy.recorder import Recorder
 from gyre_agent_proxy.render import Renderer
-from gyre_agent_proxy.roles import Roles
+from gyre_agent_proxy.roles import Roles, tool_names
 from gyre_traj.log import Log
 from gyre_traj.records import Delivered, unpack_ids
 
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _NOTHING = Conversation(messages=())
 _SAMPLING = Sampling(max_tokens=1)
+_NO_DEMAND = Demand()
 _KEPT = 64  # undelivered answers kept for a repeated request, per execution
 
 
@@ -87,7 +89,7 @@ class Service:
             sampled=execution.sampled,
             budget=self._engines.config.token_budget,
         )
-        request = msgspec.structs.replace(request, sampling=sampling)
+        request = self._constrained(msgspec.structs.replace(request, sampling=sampling), plan)
         role, known = self._roles.role(headers, request.conversation)
         self._count(plan, request, known)
         attempt = Attempt(_call_id(), request, role, int(time.time()), self._engines.config.disconnect_grace)
@@ -222,6 +224,19 @@ class Service:
                 execution.attempts[memo.digest] = attempt
         log.info("%s: continued from its log, %d calls", execution.name, execution.history.calls)
 
+    def _constrained(self, request: Request, plan: Plan) -> Request:
+        """The request with the constraint that its answer is sampled under, and with what of it is not followed."""
+        if request.demand == _NO_DEMAND:
+            return request
+        renderer, tools = self._renderer, tool_names(request.conversation.tools)
+        opened = renderer.thinking(plan.prompt[-16:].tolist())
+        thinks = renderer.vocabulary.id("</think>") is not None
+        found = constrain(request.demand, tools, plain=renderer.plain, opened=opened, thinks=thinks)
+        self.metrics.add("demands_ignored", len(found.ignored))
+        other = request.other | ({"demands_ignored": list(found.ignored)} if found.ignored else {})
+        sampling = msgspec.structs.replace(request.sampling, constraint=found.sampling)
+        return msgspec.structs.replace(request, sampling=sampling, other=other)
+
     def _count(self, plan: Plan, request: Request, known: bool) -> None:
         self.metrics.add("unknown_roles", not known)
         self.metrics.add("forks", plan.forked)
@@ -284,7 +299,7 @@ class Service:
         said = self._renderer.parse(
             plan.prompt[-16:].tolist() if self._renderer.plain else plan.prompt.tolist(),
             output.ids,
-            request.conversation.tools,
+            request.callable_tools,
             request.sampling.stop,
         )
         ids = said.native_ids

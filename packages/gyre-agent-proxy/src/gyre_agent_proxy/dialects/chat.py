@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from gyre_agent_proxy.conversation import Conversation, Message, Reply, Request, Sampling, ToolCall
+from gyre_agent_proxy.dialects import demands
 from gyre_agent_proxy.dialects.base import Body, Defaults, Opening, decode_object, digest_of, event
 from gyre_agent_proxy.dialects.parts import Parts
 from gyre_agent_proxy.errors import BadRequest, ProxyError
@@ -67,6 +68,7 @@ def read_request(raw: bytes, defaults: Defaults) -> Request:
         omitted=parts.omitted,
         left_out=len(unserved),
         other=body.rest | ({"tools_left_out": unserved} if unserved else {}),
+        demand=demands.of_chat(data),
     )
 
 

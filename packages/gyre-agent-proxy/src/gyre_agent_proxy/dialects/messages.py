@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import msgspec
 
 from gyre_agent_proxy.conversation import Conversation, Reply, Request, Sampling, digest
+from gyre_agent_proxy.dialects import demands
 from gyre_agent_proxy.dialects.base import Body, Defaults, Opening, decode_object, event, whole
 from gyre_agent_proxy.dialects.turns import Turns, blocks_of
 from gyre_agent_proxy.errors import BadRequest, NoEngine, ProxyError, TooBusy, TooLong
@@ -82,6 +83,7 @@ def read_request(raw: bytes, defaults: Defaults) -> Request:
         omitted=turns.omitted,
         left_out=len(unserved),
         other=other,
+        demand=demands.of_messages(other),
     )
 
 

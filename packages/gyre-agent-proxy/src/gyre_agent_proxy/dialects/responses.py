@@ -3,7 +3,7 @@
 Nothing is stored: a request carries its whole history, and what refers to a stored one is refused. Of the input,
 reasoning, then a message, then calls are one assistant turn; an item out of this order begins the next. A call is known
 by its `call_id`; item ids, status and annotations mean nothing here. What nobody here can run (hosted tools and their
-items) is left out of the prompt, counted, and kept in the record. `tool_choice` and `text.format` are not enforced.
+items) is left out of the prompt, counted, and kept in the record.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from gyre_agent_proxy.conversation import Conversation, Message, Request, Sampling, ToolCall
+from gyre_agent_proxy.dialects import demands
 from gyre_agent_proxy.dialects.base import Body, Defaults, decode_object, digest_of
 from gyre_agent_proxy.dialects.chat import error_body, status
 from gyre_agent_proxy.dialects.parts import Parts
@@ -71,6 +72,7 @@ def read_request(raw: bytes, defaults: Defaults) -> Request:
         omitted=parts.omitted,
         left_out=len(offer.left_out) + len(reader.left_out),
         other=body.rest | {f"{k}_left_out": v for k, v in left_out.items() if v},
+        demand=demands.of_responses(data, offer),
         echo=Echo(
             offer=offer,
             fields=_echo(data) | {"temperature": sampling.temperature, "top_p": sampling.top_p, "tools": offer.echo},
