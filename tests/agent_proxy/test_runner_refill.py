@@ -16,7 +16,7 @@ from gyre_agent_proxy.runner import journey as journeys
 from gyre_agent_proxy.runner import refill
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import LedgerError
-from gyre_agent_proxy.runner.execution import End
+from gyre_agent_proxy.runner.execution import End, Harness
 from gyre_agent_proxy.runner.journey import Journey
 from gyre_agent_proxy.runner.ledger import Ledger, State
 from gyre_agent_proxy.runner.peers import Closed, Peers
@@ -254,7 +254,7 @@ async def life(tmp_path: Path, outside: Outside, at: int | None) -> int:
     ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
     ledger.dispatch([(name, "t", "b0-g00") for name in GROUP], 0)
 
-    async def score(task: Task, execution: str, workspace: Path) -> Outcome:
+    async def score(task: Task, execution: str, workspace: Path, sandbox: Any) -> Outcome:
         if execution in (GROUP[1], f"{GROUP[1]}-r1"):
             return Outcome(ending=Ending.EVALUATOR_FAILED, detail="no database")
         if execution == GROUP[0]:
@@ -267,7 +267,7 @@ async def life(tmp_path: Path, outside: Outside, at: int | None) -> int:
         RunDir(tmp_path / "run"),
         len(GROUP),
         {"t": task},
-        SimpleNamespace(owner="o"),  # type: ignore[arg-type]
+        Harness(command=("x",), env={}, folder="", model="", base_url="", instructions=tmp_path, owner="o"),
         Stepped(ledger, clock, WRITES),  # type: ignore[arg-type]
         Stepped(outside, clock, TELLS, awaited=True),  # type: ignore[arg-type]
         SimpleNamespace(score=score),  # type: ignore[arg-type]

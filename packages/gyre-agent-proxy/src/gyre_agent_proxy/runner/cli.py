@@ -46,7 +46,10 @@ def add(commands: Any) -> None:
     run.add_argument("--context", type=int, default=0, help="tokens an engine takes (default: what the model says)")
     run.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="default: %(default)g")
     run.add_argument("--tokens", type=int, default=0, help="that may be sampled in all (default: no bound)")
-    run.add_argument("--sandbox", choices=("auto", "bubblewrap", "none"), default="auto", help="default: %(default)s")
+    run.add_argument(
+        "--sandbox", choices=("auto", "bubblewrap", "container", "none"), default="auto", help="default: %(default)s"
+    )
+    run.add_argument("--image", default="", metavar="NAME", help="of the container, if the task brings none")
     run.add_argument("--network", choices=("proxy", "host"), default="proxy", help="what is reached from the sandbox")
     run.add_argument("--out", type=Path, metavar="FOLDER", help="where all of it is kept (default: a new one in runs/)")
     run.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -80,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
             budget=args.budget,
             sandbox=args.sandbox,
             sandbox_network=args.network,
+            container_image=args.image,
         )
         serving = ProxyConfig(
             engines=tuple(args.engine), template=args.template, context=args.context, token_budget=args.tokens

@@ -32,10 +32,17 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     evaluator_memory_mb: int = 4096  # address space of each verifier process
     evaluators: int = 2  # verifiers at a time
     workspace_limit_mb: int = 2048  # what a verifier's copy of a workspace may hold
-    # auto: bubblewrap where it works, else a plain process group and a warning. See sandbox.py for what is seen inside.
-    sandbox: Literal["auto", "bubblewrap", "none"] = "auto"
+    # auto: a container for a task that brings an image, for others bubblewrap where it works, else a plain process
+    # group and a warning; container: one for every task. See sandbox.py and container.py for what is seen inside.
+    sandbox: Literal["auto", "bubblewrap", "container", "none"] = "auto"
     sandbox_network: Literal["proxy", "host"] = "proxy"  # proxy: nothing but the proxy can be reached
     sandbox_read: tuple[str, ...] = ()  # absolute paths that are shown inside, too
+    evaluator_network: Literal["none", "host"] = "none"  # host: verifiers reach this machine's network, to fetch tools
+    container_client: str = ""  # docker, podman or a path; empty: the first of them that works
+    container_image: str = ""  # of tasks that bring none
+    container_user: str = ""  # UID:GID, or "image": whom the image names; empty: never this machine's root
+    container_python: str = ""  # one that every image has; empty: this runner's own is mounted
+    container_pids: int = 4096  # processes and threads in a container
     keep_workspaces: Literal["all", "failed", "none"] = "all"  # once the feed has them; failed: those without a score
     refills: int = 2  # executions a group may have replaced that ended without a result through no fault of their own
     grant_within: float = 7200.0  # seconds to wait for a burst's grant
@@ -46,7 +53,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
-        for name in ("evaluator_attempts", "evaluator_memory_mb", "evaluators", "workspace_limit_mb"):
+        for name in ("evaluator_attempts", "evaluator_memory_mb", "evaluators", "workspace_limit_mb", "container_pids"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
         if self.concurrency < 0:

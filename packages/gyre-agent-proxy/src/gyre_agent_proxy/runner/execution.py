@@ -15,8 +15,10 @@ import msgspec
 
 from gyre_agent_proxy.runner import harnesses
 from gyre_agent_proxy.runner.config import RunnerConfig
+from gyre_agent_proxy.runner.contained import NOT_MADE
 from gyre_agent_proxy.runner.errors import HarnessError
 from gyre_agent_proxy.runner.owner import LABEL
+from gyre_agent_proxy.runner.places import Place
 from gyre_agent_proxy.runner.sandbox import FAILED, Sandbox, View, harness_view
 from gyre_agent_proxy.runner.tasks import Task
 from gyre_transport.errors import ProcessError
@@ -43,7 +45,7 @@ class Harness(msgspec.Struct, frozen=True, kw_only=True):
     private: bool = False  # its home is a folder of its own, not the workspace
     context: int = 0  # tokens of prompt and answer together
     output: int = 0  # tokens of an answer
-    sandbox: Sandbox = Sandbox()
+    sandbox: Place = Sandbox()
     owner: str = ""  # of its processes: the run's owner name; empty: they carry none
     hidden: tuple[Path, ...] = ()  # folders that it does not see in the sandbox
 
@@ -78,6 +80,9 @@ class Harness(msgspec.Struct, frozen=True, kw_only=True):
             read=(Path(values["instruction_file"]),),
             folder=Path(self.folder) if refers else None,
             hidden=self.hidden,
+            places=self.sandbox.places(folders[0]),
+            execution=values["execution"],
+            stdin=bool(self.stdin),
         )
 
     def environment(self, values: dict[str, str]) -> dict[str, str]:
@@ -136,7 +141,7 @@ def harness(config: RunnerConfig, model: str, base_url: str, instructions: Path,
         adapter = harnesses.Adapter(command=config.harness)
         remedy = "install it or correct runner.harness"
     program = fill(adapter.command[0], known)
-    if "{" not in program and shutil.which(program) is None:
+    if "{" not in program and shutil.which(program) is None and config.sandbox != "container":  # it may be in the image
         raise HarnessError(f"the harness program {program!r} is not on PATH or not executable; {remedy}")
     for argument in adapter.command:
         path = fill(argument, known)
@@ -165,18 +170,20 @@ async def start(
 
     home: where a harness with a private home has it: made anew, with its configuration in it, for the caller to remove.
     """
-    at_home = home if harness.private and home is not None else workspace
-    values = harness.values(task, execution, key, workspace, at_home)
-    if at_home is not workspace:
-        await asyncio.to_thread(_furnish, at_home, harness.files, values)
+    own = home if harness.private else None
+    inside = harness.sandbox.places(workspace)[workspace]
+    values = harness.values(task, execution, key, inside, own or inside)
+    if own is not None:
+        await asyncio.to_thread(_furnish, own, harness.files, values)
     argv, env = [fill(argument, values) for argument in harness.command], harness.environment(values)
-    folders = (workspace,) if at_home is workspace else (workspace, at_home)
+    folders = (workspace,) if own is None else (workspace, own)
     await asyncio.to_thread(harness.sandbox.give, *folders)
+    command, given = harness.sandbox.launch(argv, env, harness.view(argv, env, values, folders))
     return await Child.start(
         f"harness of {execution}",
-        harness.sandbox.command(argv, harness.view(argv, env, values, folders)),
+        command,
         log=log,
-        env=env,
+        env=given,
         cwd=workspace,
         stdin=Path(fill(harness.stdin, values)) if harness.stdin else None,
         ready_within=None,
@@ -210,8 +217,8 @@ async def finish(child: Child, budget: float) -> End:
         await child.stop(_STOP_GRACE)
     if code == _NOT_STARTED and any(word in child.tail(2) for word in _CANNOT):
         raise HarnessError(f"the harness command cannot be executed; correct runner.harness; {child.tail(2)}")
-    if code == FAILED[0] and _begins(child.log, FAILED[1]):
-        raise ProcessError(f"the sandbox could not be made; {child.tail(2)}")
+    if (code == FAILED[0] and _begins(child.log, FAILED[1])) or (code == NOT_MADE[0] and NOT_MADE[1] in child.tail(1)):
+        raise ProcessError(f"the sandbox could not be made; {child.tail(4)}")
     return End(why="budget" if code is None else f"exit {code}", code=code, seconds=time.monotonic() - began)
 
 

@@ -13,14 +13,18 @@ import asyncio
 import logging
 from pathlib import Path
 
+import msgspec
+
 from gyre_agent_proxy.keys import make_key
 from gyre_agent_proxy.runner import cleanup, refill
 from gyre_agent_proxy.runner.config import RunnerConfig
+from gyre_agent_proxy.runner.containers import ContainerError
 from gyre_agent_proxy.runner.errors import HarnessError
 from gyre_agent_proxy.runner.execution import Harness, finish, start
 from gyre_agent_proxy.runner.ledger import RUNNABLE, UNFINISHED, Ledger, State
 from gyre_agent_proxy.runner.owner import mark
 from gyre_agent_proxy.runner.peers import Closed, Peers
+from gyre_agent_proxy.runner.places import Place, Places
 from gyre_agent_proxy.runner.scoring import Scorer
 from gyre_agent_proxy.runner.tasks import Task
 from gyre_agent_proxy.runner.workspace import prepare
@@ -69,6 +73,7 @@ class Journey:
         peers: Peers,
         scorer: Scorer,
         secret: bytes,
+        places: Places | None = None,
     ) -> None:
         self._config = config
         self._dir = folders
@@ -79,6 +84,7 @@ class Journey:
         self._peers = peers
         self._scorer = scorer
         self._secret = secret
+        self._places = places
         self._suspicion = Suspicion(group_size)
 
     async def travel(self, name: str, slots: asyncio.Semaphore) -> None:
@@ -147,12 +153,23 @@ class Journey:
             mark(folder, self._harness.owner, name)
         prepare(task, self._workspace(name))
 
+    async def _at(self, task: Task) -> tuple[Task, Place]:
+        """The task as it is where it runs, and where that is. Raises `ContainerError`."""
+        return (task, self._harness.sandbox) if self._places is None else await self._places.of(task)
+
     async def _run(self, name: str, task: Task) -> None:
-        await asyncio.to_thread(self._prepare, name, task)
+        why = ""
+        place: Place = self._harness.sandbox
+        try:
+            task, place = await self._at(task)
+            await asyncio.to_thread(self._prepare, name, task)
+        except ContainerError as e:
+            log.error("%s: %s", name, e)
+            why = f"{_NO_START}{e}"
         self._ledger.started(name)
         try:
             await self._peers.started(name)
-            why = await self._hold(name, task)
+            why = why or await self._hold(name, task, place)
         except asyncio.CancelledError:
             self._ledger.terminated(name, refill.STOPPED)
             self._ledger.judged(name, Outcome(ending=Ending.ABORTED, detail="the run was stopped"))
@@ -162,21 +179,27 @@ class Journey:
             raise
         self._ledger.terminated(name, why)
 
-    async def _hold(self, name: str, task: Task) -> str:
-        """Run the harness within its budget; returns how it ended."""
+    async def _hold(self, name: str, task: Task, place: Place) -> str:
+        """Run the harness within its budget; returns how it ended. Raises `ContainerError` if it may not have."""
         key = make_key(self._secret, name)
+        harness = msgspec.structs.replace(self._harness, sandbox=place)
         try:
-            child = await start(
-                self._harness, task, name, key, self._workspace(name), self._log(name), self._home(name)
-            )
-            end = await finish(child, min(self._config.budget, task.agent_timeout or self._config.budget))
+            try:
+                child = await start(harness, task, name, key, self._workspace(name), self._log(name), self._home(name))
+                end = await finish(child, min(self._config.budget, task.agent_timeout or self._config.budget))
+            finally:
+                await place.ended(name)
         except (ProcessError, OSError) as e:  # the machine's doing, not the harness's: no process or file handle left
             log.error("%s: %s", name, e)
             return f"{_NO_START}{e}"
         return end.why
 
     async def _judge(self, name: str, task: Task, why: str, closed: Closed) -> Outcome:
-        outcome = await self._scorer.score(task, name, self._workspace(name))
+        try:
+            task, place = await self._at(task)
+        except ContainerError as e:
+            return Outcome(ending=Ending.EVALUATOR_FAILED, detail=str(e))
+        outcome = await self._scorer.score(task, name, self._workspace(name), place)
         if outcome.ending is Ending.NOTHING_TO_SCORE:  # which may not be the harness's doing
             if why == _LOST:
                 return Outcome(ending=Ending.ABORTED, detail="the runner ended while the harness ran; nothing to score")

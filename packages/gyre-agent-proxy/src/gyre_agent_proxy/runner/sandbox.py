@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from gyre_agent_proxy.runner import enter, installs
+from gyre_agent_proxy.runner import enter, installs, limits
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import SandboxError
 
@@ -48,7 +48,11 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     read: tuple[Path, ...] = ()
     links: dict[Path, Path] = {}
     hidden: tuple[Path, ...] = ()  # not to be seen in a folder that is shown
-    proxy: bool = False  # whether it speaks to the proxy
+    proxy: bool = False  # whether it speaks to the proxy: a harness does, a verifier does not
+    places: dict[Path, Path] = {}  # folders, and where they are seen
+    execution: str = ""
+    part: str = ""  # of the execution: what tells its verifiers from its harness
+    stdin: bool = False  # whether it reads anything there
 
 
 class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,14 +62,37 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     uid: int = -1  # the plain user to become inside; -1: none
     read: tuple[Path, ...] = ()  # shown to every program
     network: bool = True  # the machine's
+    evaluator_network: bool = False  # verifiers have the machine's
     port: int = 0  # of the proxy, as programs are told …
     socket: Path | None = None  # … and where it is reached, in a folder of its own
+    file_limit: int = 0  # bytes that a file may have; 0: any
+
+    @property
+    def python(self) -> str:
+        """The Python that a program finds whatever else it sees."""
+        return sys.executable
+
+    def places(self, workspace: Path, tests: Path | None = None, logs: Path | None = None) -> dict[Path, Path]:
+        """Where a program sees these folders: where they are."""
+        return {path: path for path in (workspace, tests, logs) if path is not None}
+
+    def limited(self, seconds: int, memory: int, program: Sequence[str]) -> list[str]:
+        """`program` with limits (limits.py); memory: bytes of address space."""
+        return [sys.executable, "-I", "-S", limits.__file__, str(seconds), str(memory), *program]
+
+    def launch(self, argv: Sequence[str], env: Mapping[str, str], view: View) -> tuple[list[str], dict[str, str]]:
+        """(`argv` in the sandbox, the environment of the command that starts it)."""
+        return self.command(argv, view), dict(env)
+
+    async def ended(self, execution: str) -> None:
+        """Nothing of `execution` runs: its end was the end of all in it."""
 
     def command(self, argv: Sequence[str], view: View) -> list[str]:
         """`argv` in the sandbox."""
         if not self.bwrap:
             return list(argv)
-        out = [self.bwrap, *_namespaces(user=self.uid < 0, network=self.network), *_system()]
+        network = self.network or (self.evaluator_network and not view.proxy)
+        out = [self.bwrap, *_namespaces(user=self.uid < 0, network=network), *_system()]
         if self.uid >= 0:
             out += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         bridged = view.proxy and not self.network and self.socket is not None
@@ -90,17 +117,21 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
         out += ["--remount-ro", "/", "--chdir", str(view.cwd), "--"]
         out += [sys.executable, "-I", "-S", _ENTER, str(self.uid)]
         out += [str(self.port), f"{_PROXY}/{self.socket.name}"] if bridged and self.socket else ["0", ""]
-        return [*out, *argv]
+        return [*out, str(self.file_limit), *argv]
 
     def give(self, *folders: Path) -> None:
         """Make what is in `folders` the program's own, if it does not run as this user."""
-        if not self.bwrap or self.uid < 0:
-            return
-        for folder in folders:
-            os.lchown(folder, self.uid, self.uid)
-            for root, names, files in os.walk(folder):
-                for name in (*names, *files):
-                    os.lchown(os.path.join(root, name), self.uid, self.uid)
+        if self.bwrap and self.uid >= 0:
+            give(self.uid, *folders)
+
+
+def give(uid: int, *folders: Path) -> None:
+    """Make what is in `folders` the property of user and group `uid`; links are not followed."""
+    for folder in folders:
+        os.lchown(folder, uid, uid)
+        for root, names, files in os.walk(folder):
+            for name in (*names, *files):
+                os.lchown(os.path.join(root, name), uid, uid)
 
 
 async def find(config: RunnerConfig, *, base_url: str = "", socket: Path | None = None) -> Sandbox:
@@ -110,32 +141,26 @@ async def find(config: RunnerConfig, *, base_url: str = "", socket: Path | None 
     Raises `SandboxError` when runner.sandbox is "bubblewrap" and cannot be had, when a path to show does not exist, and
     when the socket is not in a folder of its own.
     """
-    if missing := [path for path in config.sandbox_read if not Path(path).is_absolute() or not Path(path).exists()]:
-        raise SandboxError(f"runner.sandbox_read names {missing!r}; give absolute paths that exist")
+    read = shown(config)
     if config.sandbox == "none":
         log.warning("no sandbox, as configured: harnesses can do all that this user can")
         return Sandbox()
     bwrap = shutil.which("bwrap")
     problem, remedy = "there is no bwrap on PATH", _INSTALL
     if bwrap is not None:
-        read = tuple(Path(os.path.abspath(path)) for path in config.sandbox_read)
-        port = _local_port(base_url) if socket is not None and socket.is_socket() else 0
-        if port and socket is not None and (beside := [p.name for p in socket.parent.iterdir() if p != socket]):
-            raise SandboxError(
-                f"proxy.socket is {str(socket)!r}, but {beside[0]!r} lies beside it, and the sandbox would show that, "
-                "too; name a path in a folder of its own"
-            )
-        network = config.sandbox_network == "host" or not port
+        port, network = reach(config, base_url, socket)
         uid = NOBODY if os.geteuid() == 0 else -1
-        made = Sandbox(bwrap=bwrap, uid=uid, read=read, network=network, port=port, socket=socket)
+        made = Sandbox(
+            bwrap=bwrap,
+            uid=uid,
+            read=read,
+            network=network,
+            evaluator_network=config.evaluator_network == "host",
+            port=port,
+            socket=socket,
+            file_limit=config.workspace_limit_mb << 20,
+        )
         if not (problem := await asyncio.to_thread(_try, made)):
-            if network and config.sandbox_network != "host":
-                log.warning(
-                    "harnesses share this machine's network: the proxy at %r is not on its loopback, or does not "
-                    "listen on the unix socket %s; see proxy.socket",
-                    base_url,
-                    socket,
-                )
             return made
         remedy = _ALLOW
     if config.sandbox == "bubblewrap":
@@ -158,6 +183,9 @@ def harness_view(
     read: Iterable[Path],
     folder: Path | None,
     hidden: Sequence[Path],
+    places: Mapping[Path, Path] | None = None,
+    execution: str = "",
+    stdin: bool = False,
 ) -> View:
     """What a harness sees: its installation, and what its command and its environment name.
 
@@ -183,6 +211,9 @@ def harness_view(
         links=needs.links,
         hidden=tuple(secret),
         proxy=True,
+        places=dict(places or {}),
+        execution=execution,
+        stdin=stdin,
     )
 
 
@@ -197,6 +228,35 @@ def _try(sandbox: Sandbox) -> str:
         except (OSError, subprocess.TimeoutExpired) as e:
             return f"bwrap cannot be run: {e}"
     return f"bwrap fails: {done.stderr.strip()[-300:]}" if done.returncode else ""
+
+
+def reach(config: RunnerConfig, base_url: str, socket: Path | None) -> tuple[int, bool]:
+    """(the proxy's port where its unix socket can stand for it, else 0; whether the machine's network is shared).
+
+    Raises `SandboxError` when the socket is not in a folder of its own, which is shown.
+    """
+    port = _local_port(base_url) if socket is not None and socket.is_socket() else 0
+    if port and socket is not None and (beside := [p.name for p in socket.parent.iterdir() if p != socket]):
+        raise SandboxError(
+            f"proxy.socket is {str(socket)!r}, but {beside[0]!r} lies beside it, and the sandbox would show that, "
+            "too; name a path in a folder of its own"
+        )
+    network = config.sandbox_network == "host" or not port
+    if network and config.sandbox_network != "host":
+        log.warning(
+            "harnesses share this machine's network: the proxy at %r is not on its loopback, or does not listen on the "
+            "unix socket %s; see proxy.socket",
+            base_url,
+            socket,
+        )
+    return port, network
+
+
+def shown(config: RunnerConfig) -> tuple[Path, ...]:
+    """What every program sees, too. Raises `SandboxError` for what is not there."""
+    if missing := [path for path in config.sandbox_read if not Path(path).is_absolute() or not Path(path).exists()]:
+        raise SandboxError(f"runner.sandbox_read names {missing!r}; give absolute paths that exist")
+    return tuple(Path(os.path.abspath(path)) for path in config.sandbox_read)
 
 
 def _local_port(url: str) -> int:

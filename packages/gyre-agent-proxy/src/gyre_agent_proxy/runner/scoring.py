@@ -16,7 +16,6 @@ import logging
 import os
 import shutil
 import stat
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from gyre_agent_proxy.runner import limits
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import RunnerError
 from gyre_agent_proxy.runner.owner import LABEL, mark, remove
+from gyre_agent_proxy.runner.places import Place
 from gyre_agent_proxy.runner.sandbox import Sandbox, View
 from gyre_agent_proxy.runner.tasks import Task
 from gyre_agent_proxy.runner.workspace import copy, produced
@@ -46,16 +46,20 @@ class EvaluatorFailed(RunnerError):
 class Scorer:
     """Scores workspaces, at most `config.evaluators` at a time."""
 
-    def __init__(self, config: RunnerConfig, scratch: Path, sandbox: Sandbox | None = None) -> None:
-        self.sandbox = sandbox or Sandbox()
+    def __init__(self, config: RunnerConfig, scratch: Path, sandbox: Place | None = None) -> None:
+        self.sandbox: Place = sandbox or Sandbox()
         self.owner = ""  # of verifiers' processes and folders; empty: they carry none
         self._config = config
         self._scratch = scratch
         self._slots = asyncio.Semaphore(config.evaluators)
         self.failures = 0  # tries that gave no score
 
-    async def score(self, task: Task, execution: str, workspace: Path) -> Outcome:
-        """Score `workspace`; the outcome is SCORED, NOTHING_TO_SCORE or EVALUATOR_FAILED (after every try failed)."""
+    async def score(self, task: Task, execution: str, workspace: Path, sandbox: Place | None = None) -> Outcome:
+        """Score `workspace`; the outcome is SCORED, NOTHING_TO_SCORE or EVALUATOR_FAILED (after every try failed).
+
+        sandbox: where the task's programs run, if not where all do.
+        """
+        sandbox = sandbox or self.sandbox
         if not await asyncio.to_thread(produced, task, workspace):
             wanted = f"no file matches {', '.join(task.artifacts)}" if task.artifacts else "no file was made or changed"
             return Outcome(ending=Ending.NOTHING_TO_SCORE, detail=wanted)
@@ -64,7 +68,7 @@ class Scorer:
             folder = self._scratch / f"{execution}-{attempt}"
             try:
                 async with self._slots:
-                    score, detail = await self._attempt(task, execution, workspace, folder)
+                    score, detail = await self._attempt(task, execution, workspace, folder, sandbox)
             except EvaluatorFailed as e:
                 self.failures += 1
                 failure = f"attempt {attempt} of {self._config.evaluator_attempts}: {e}"
@@ -75,33 +79,44 @@ class Scorer:
             return Outcome(ending=Ending.SCORED, score=score, detail=detail)
         return Outcome(ending=Ending.EVALUATOR_FAILED, detail=failure)
 
-    async def _attempt(self, task: Task, execution: str, workspace: Path, folder: Path) -> tuple[float, str]:
+    async def _attempt(
+        self, task: Task, execution: str, workspace: Path, folder: Path, sandbox: Place
+    ) -> tuple[float, str]:
         try:
-            await asyncio.to_thread(self._lay_out, task, execution, workspace, folder)
+            await asyncio.to_thread(self._lay_out, task, execution, workspace, folder, sandbox)
         except (OSError, shutil.Error, RunnerError) as e:
             raise EvaluatorFailed(f"the workspace could not be copied: {e}") from e
         timeout = min(self._config.evaluator_timeout, task.verifier_timeout or self._config.evaluator_timeout)
-        script = str(folder / "tests" / task.verifier)
-        program = ("bash", script) if task.verifier == "test.sh" else (sys.executable, "-I", script)
-        memory = self._config.evaluator_memory_mb << 20
-        limited = (sys.executable, "-I", "-S", limits.__file__, str(int(timeout) + 1), str(memory), *program)
-        view = View(cwd=folder / "workspace", write=(folder,), read=(Path(limits.__file__),))
         logs = folder / "logs"
+        places = sandbox.places(folder / "workspace", folder / "tests", logs)
+        script = str(places[folder / "tests"] / task.verifier)
+        program = ("bash", script) if task.verifier == "test.sh" else (sandbox.python, "-I", script)
+        limited = sandbox.limited(int(timeout) + 1, self._config.evaluator_memory_mb << 20, program)
+        view = View(
+            cwd=folder / "workspace",
+            write=(folder,),
+            read=(Path(limits.__file__),),
+            places=places,
+            execution=execution,
+            part=folder.name.removeprefix(f"{execution}-"),
+        )
+        env = {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": str(places[logs]),
+            "LANG": "C.UTF-8",
+            "LOGS_DIR": str(places[logs]),
+            "TESTS_DIR": str(places[folder / "tests"]),
+            "WORKSPACE": str(places[folder / "workspace"]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **({LABEL: f"{self.owner}/{execution}"} if self.owner else {}),
+        }
+        command, given = sandbox.launch(limited, env, view)
         try:
             child = await Child.start(
                 f"verifier of {task.name}",
-                self.sandbox.command(limited, view),
-                log=logs / "verifier.log",
-                env={
-                    "PATH": os.environ.get("PATH", os.defpath),
-                    "HOME": str(logs),
-                    "LANG": "C.UTF-8",
-                    "LOGS_DIR": str(logs),
-                    "TESTS_DIR": str(folder / "tests"),
-                    "WORKSPACE": str(folder / "workspace"),
-                    "PYTHONDONTWRITEBYTECODE": "1",
-                    **({LABEL: f"{self.owner}/{execution}"} if self.owner else {}),
-                },
+                command,
+                log=folder / "verifier.log",
+                env=given,
                 cwd=folder / "workspace",
                 ready_within=None,
                 guarded=True,
@@ -115,18 +130,19 @@ class Scorer:
             raise EvaluatorFailed(f"the verifier did not end in {timeout:g} s; {child.tail()}") from None
         finally:
             await child.stop(_STOP_GRACE)
+            await sandbox.ended(execution)
         if code:
             raise EvaluatorFailed(f"the verifier ended with exit code {code}; {child.tail()}")
         return read_reward(logs / "verifier")
 
-    def _lay_out(self, task: Task, execution: str, workspace: Path, folder: Path) -> None:
+    def _lay_out(self, task: Task, execution: str, workspace: Path, folder: Path, sandbox: Place) -> None:
         if self.owner:
             mark(folder, self.owner, execution)
         shutil.rmtree(folder, ignore_errors=True)
         copy(workspace, folder / "workspace", self._config.workspace_limit_mb << 20)
         shutil.copytree(task.tests, folder / "tests")
         (folder / "logs" / "verifier").mkdir(parents=True)
-        self.sandbox.give(folder)
+        sandbox.give(folder)
 
 
 def read_reward(folder: Path) -> tuple[float, str]:

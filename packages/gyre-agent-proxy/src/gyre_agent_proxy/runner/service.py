@@ -23,7 +23,7 @@ import msgspec
 from gyre_agent_proxy.config import ModelConfig, ProxyConfig, socket_path
 from gyre_agent_proxy.keys import load_secret
 from gyre_agent_proxy.render import context_of
-from gyre_agent_proxy.runner import cleanup, dispatch, progress, sources
+from gyre_agent_proxy.runner import cleanup, dispatch, places, progress, sources
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import RunnerError
 from gyre_agent_proxy.runner.execution import harness
@@ -31,7 +31,6 @@ from gyre_agent_proxy.runner.journey import Journey
 from gyre_agent_proxy.runner.ledger import RUNNABLE, UNFINISHED, Ledger, State
 from gyre_agent_proxy.runner.owner import alone, owner_name
 from gyre_agent_proxy.runner.peers import Peers
-from gyre_agent_proxy.runner.sandbox import find
 from gyre_agent_proxy.runner.scoring import Scorer
 from gyre_traj.intake import Fate
 from gyre_transport.config import section
@@ -84,7 +83,7 @@ class Runner:
         secret = load_secret(self._context.dir.secret)
         name = owner_name(secret, self._context.dir.path)
         await cleanup.clean(self._context.dir, name, self._ledger.rows(), self._config.keep_workspaces)
-        await self._shut_in(name)
+        homes = await self._shut_in(name)
         async with Peers(self._context.bus, self._proxy_url) as peers:
             journey = Journey(
                 self._config,
@@ -96,6 +95,7 @@ class Runner:
                 peers,
                 self._scorer,
                 secret,
+                homes,
             )
             async with asyncio.TaskGroup() as tasks:
                 beside = (
@@ -108,15 +108,27 @@ class Runner:
                 for task in beside:
                     task.cancel()
 
-    async def _shut_in(self, name: str) -> None:
-        """Find the sandbox that harnesses and verifiers run in. Raises `SandboxError`."""
+    async def _shut_in(self, name: str) -> places.Places:
+        """Find where harnesses and verifiers run; ends what an earlier runner left there.
+
+        Raises `SandboxError` or `TaskError`.
+        """
         bus, folder = self._context.bus, Path(self._config.folder).resolve()
-        sandbox = await find(self._config, base_url=self._proxy_url, socket=socket_path(self._proxy, bus))
+        found = await places.find(
+            self._config,
+            self._tasks.values(),
+            self._context.dir.path.resolve(),
+            owner=name,
+            base_url=self._proxy_url,
+            socket=socket_path(self._proxy, bus),
+        )
+        await found.clean()
         hidden = [self._context.dir.path, *self._task_folders()]
         if bus.kind == "ipc" and not folder.is_relative_to(Path(bus.dir).resolve()):
             hidden.append(Path(bus.dir))
-        self._harness = msgspec.structs.replace(self._harness, sandbox=sandbox, hidden=tuple(hidden), owner=name)
-        self._scorer.sandbox, self._scorer.owner = sandbox, name
+        self._harness = msgspec.structs.replace(self._harness, sandbox=found.sandbox, hidden=tuple(hidden), owner=name)
+        self._scorer.sandbox, self._scorer.owner = found.sandbox, name
+        return found
 
     def _task_folders(self) -> list[Path]:
         """What harnesses must not see of the tasks."""

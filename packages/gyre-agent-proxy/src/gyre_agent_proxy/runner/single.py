@@ -24,7 +24,8 @@ from gyre_agent_proxy.render import context_of
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import RunnerError
 from gyre_agent_proxy.runner.execution import End, finish, harness, start
-from gyre_agent_proxy.runner.sandbox import find
+from gyre_agent_proxy.runner.owner import owner_name
+from gyre_agent_proxy.runner.places import find
 from gyre_agent_proxy.runner.scoring import Scorer
 from gyre_agent_proxy.runner.tasks import Task, load_task
 from gyre_agent_proxy.runner.workspace import prepare
@@ -93,9 +94,13 @@ async def execute(
         running = await stack.enter_async_context(
             proxy(serving, model, calls=kept.calls, secret=secret, metrics=counts)
         )
-        sandbox = await find(config, base_url=running.url, socket=socket)
+        owner = owner_name(secret, kept.path)
+        places = await find(config, [task], kept.path.resolve(), owner=owner, base_url=running.url, socket=socket)
+        if config.sandbox == "container" or places.client is not None:
+            say("making the container's image, or finding it")
+        task, place = await places.of(task)
         hidden = (kept.path, task.folder.resolve())
-        program = msgspec.structs.replace(program, base_url=running.url, sandbox=sandbox, hidden=hidden)
+        program = msgspec.structs.replace(program, base_url=running.url, sandbox=place, hidden=hidden)
         say(f"proxy at {running.url}/v1, engines {', '.join(serving.engines)}")
         workspace, output = kept.workspaces / EXECUTION, kept.logs / "harness.log"
         home = kept.path / "homes" / EXECUTION
@@ -110,6 +115,7 @@ async def execute(
             end = await finish(child, budget)
         finally:
             telling.cancel()
+            await place.ended(EXECUTION)
             await asyncio.to_thread(shutil.rmtree, home, ignore_errors=True)
         calls = await running.service.close(EXECUTION)
         say(f"harness ended after {end.seconds:.1f} s ({end.why}); {calls} calls")
@@ -117,7 +123,7 @@ async def execute(
     outcome = None
     if task.verifier:
         say("scoring")
-        outcome = await Scorer(config, kept.path / "scoring", sandbox).score(task, EXECUTION, workspace)
+        outcome = await Scorer(config, kept.path / "scoring", place).score(task, EXECUTION, workspace)
     return Finished(
         task=task.name,
         end=end,

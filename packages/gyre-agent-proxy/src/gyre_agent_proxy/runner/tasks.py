@@ -4,7 +4,7 @@
                              [metadata] artifacts = ["globs of files without which there is nothing to score"];
                              for containers [environment] docker_image, workdir, cpus, memory_mb, env, build_timeout_sec
     <task>/instruction.md    what the agent is asked
-    <task>/environment/      copied into the workspace before the harness starts (optional); or, with a Dockerfile in it,
+    <task>/environment/      copied into the workspace before the harness starts (optional); or, with a Dockerfile,
                              what a container's image is built from
     <task>/tests/            test.sh or verify.py, never visible to the harness
 

@@ -21,11 +21,14 @@ class WorkspaceTooLarge(RunnerError):
 
 
 def prepare(task: Task, workspace: Path) -> None:
-    """Make `workspace` anew with the task's environment files in it (links followed: tasks may share files)."""
+    """Make `workspace` anew with the task's environment files in it.
+
+    Links are followed, as tasks may share files; in what an image holds they stay: they lead to files of the image.
+    """
     shutil.rmtree(workspace, ignore_errors=True)
     workspace.parent.mkdir(parents=True, exist_ok=True)
     if task.environment.is_dir():
-        shutil.copytree(task.environment, workspace)
+        shutil.copytree(task.environment, workspace, symlinks=task.seed is not None)
     else:
         workspace.mkdir()
 

@@ -1,0 +1,157 @@
+"""One task's container: what docker or podman is told, so that a program in it sees what it would in the sandbox.
+
+    its image       all of its file system, thrown away at the end but for
+    the workspace   mounted where the image has its working directory, and a private home
+    network         none; the proxy's unix socket is mounted, and bridged to its port on 127.0.0.1 (enter.py)
+    limits          processors, memory, processes and the size of a file; no capabilities, no new privileges
+    labels          gyre.run and gyre.execution
+
+The first program is enter.py under this runner's own Python, mounted for it, or under one that the image has. Values of
+environment variables are handed to the client in its own environment, not on its command line, which others can read.
+`contained.py` runs the client and removes the container when it ends, is told to end, or its guard is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from gyre_agent_proxy.runner import contained, containers, enter, installs, limits
+from gyre_agent_proxy.runner.containers import EXECUTION, RUN, Client
+from gyre_agent_proxy.runner.errors import SandboxError
+from gyre_agent_proxy.runner.sandbox import View, give
+
+_GYRE = Path("/run/gyre")  # in the container: enter.py, limits.py, proxy/, python/
+TESTS, LOGS = Path("/tests"), Path("/logs")  # where Harbor's verifiers look
+
+
+class Container(msgspec.Struct, frozen=True, kw_only=True):
+    """How programs of one task are shut in; see the module."""
+
+    client: Client
+    image: str  # its id
+    workdir: Path = Path("/workspace")
+    owner: str = ""  # the run's owner name
+    user: str = ""  # UID:GID inside; empty: the image's
+    uid: int = -1  # whom workspaces are given to; -1: they stay this user's
+    network: bool = False  # the machine's
+    evaluator_network: bool = False  # verifiers have the machine's
+    port: int = 0  # of the proxy, as programs are told …
+    socket: Path | None = None  # … and where it is reached, in a folder of its own
+    interpreter: str = ""  # a Python the image has; empty: this runner's own is mounted
+    read: tuple[Path, ...] = ()  # shown, too
+    env: dict[str, str] = {}
+    verifier_env: dict[str, str] = {}
+    cpus: float | None = None
+    memory_mb: int | None = None
+    pids: int = 4096
+    file_limit: int = 0  # bytes; 0: none
+
+    @property
+    def python(self) -> str:
+        """The Python that is there in the container whatever the image holds."""
+        if self.interpreter:
+            return self.interpreter
+        base, program = Path(sys.base_prefix).resolve(), Path(sys.executable).resolve()
+        return str(_GYRE / "python" / program.relative_to(base)) if program.is_relative_to(base) else str(program)
+
+    def places(self, workspace: Path, tests: Path | None = None, logs: Path | None = None) -> dict[Path, Path]:
+        """Where a program sees these folders."""
+        found = {workspace: self.workdir, tests: TESTS, logs: LOGS}
+        return {path: inside for path, inside in found.items() if path is not None}
+
+    def limited(self, seconds: int, memory: int, program: Sequence[str]) -> list[str]:
+        """`program` with limits (limits.py); memory: bytes of address space, or what the task says if it is more."""
+        memory = max(memory, (self.memory_mb or 0) << 20)
+        return [self.python, "-I", "-S", str(_GYRE / "limits.py"), str(seconds), str(memory), *program]
+
+    def launch(self, argv: Sequence[str], env: Mapping[str, str], view: View) -> tuple[list[str], dict[str, str]]:
+        """(`argv` in the container, the environment of the command that starts it)."""
+        name = self.name(view)
+        command = [self.client.path, *self.run(argv, env, view)]
+        program = [sys.executable, "-I", "-S", contained.__file__, self.client.kind, self.client.path, name, *command]
+        return program, {**containers.environment(), **{n: v for n, v in self._env(env, view).items() if _by_name(n)}}
+
+    def name(self, view: View) -> str:
+        """The container's."""
+        return "-".join(part for part in ("gyre", self.owner[:12], view.execution, view.part) if part)
+
+    def run(self, argv: Sequence[str], env: Mapping[str, str], view: View) -> list[str]:
+        """The client's arguments."""
+        network = self.network or (self.evaluator_network and not view.proxy)
+        bridged = view.proxy and not self.network and self.socket is not None
+        out = ["run", "--name", self.name(view), "--label", f"{RUN}={self.owner}"]
+        out += ["--label", f"{EXECUTION}={view.execution}", "--pull", "never", "--log-driver", "none"]
+        out += ["--network", "host" if network else "none", "--cap-drop", "ALL"]
+        out += ["--security-opt", "no-new-privileges", "--security-opt", "label=disable"]
+        out += ["--pids-limit", str(self.pids)]
+        out += ["--user", self.user] if self.user else []
+        out += ["--cpus", f"{self.cpus:g}"] if self.cpus is not None else []
+        if self.memory_mb is not None:
+            out += ["--memory", f"{self.memory_mb}m", "--memory-swap", f"{self.memory_mb}m"]
+        out += ["--interactive"] if view.stdin else []
+        out += ["--workdir", str(view.places.get(view.cwd, view.cwd)), "--entrypoint", self.python]
+        for source, (target, readonly) in self._mounts(view, bridged=bridged).items():
+            out += ["--mount", _mount(source, target, readonly=readonly)]
+        for key, value in sorted(self._env(env, view).items()):
+            out += ["--env", key if _by_name(key) else f"{key}={value}"]
+        out += [self.image, "-I", "-S", str(_GYRE / "enter.py"), "-1"]
+        out += [str(self.port), str(_GYRE / "proxy" / self.socket.name)] if bridged and self.socket else ["0", ""]
+        return [*out, str(self.file_limit), *self._program(argv)]
+
+    def give(self, *folders: Path) -> None:
+        """Make what is in `folders` the program's own, if it does not run as this user."""
+        if self.uid >= 0:
+            give(self.uid, *folders)
+
+    async def ended(self, execution: str) -> None:
+        """Be sure that nothing of `execution` runs. Raises `ContainerError`."""
+        await containers.remove(self.client, {RUN: self.owner, EXECUTION: execution})
+
+    def _env(self, env: Mapping[str, str], view: View) -> dict[str, str]:
+        task = self.env if view.proxy else {**self.env, **self.verifier_env}
+        return {**task, **{name: value for name, value in env.items() if name != "PATH"}}  # the image has its own
+
+    def _program(self, argv: Sequence[str]) -> list[str]:
+        """A program that is installed outside the system's folders is mounted where it is, and found there."""
+        found = shutil.which(argv[0])
+        if found is None or installs.within(Path(os.path.abspath(found)), installs.SYSTEM):
+            return list(argv)
+        return [os.path.abspath(found), *argv[1:]]
+
+    def _mounts(self, view: View, *, bridged: bool) -> dict[Path, tuple[Path, bool]]:
+        """What is mounted: path -> (where, whether read-only)."""
+        mounts = {Path(enter.__file__): (_GYRE / "enter.py", True), Path(limits.__file__): (_GYRE / "limits.py", True)}
+        if not self.interpreter:
+            mounts[Path(sys.base_prefix).resolve()] = (_GYRE / "python", True)
+        if bridged and self.socket is not None:
+            mounts[self.socket.parent] = (_GYRE / "proxy", True)
+        write = {path: path for path in view.write if not any(place.is_relative_to(path) for place in view.places)}
+        write |= view.places
+        read = {*self.read, *view.read}
+        for path in sorted(read):
+            system = installs.within(path, installs.SYSTEM) and path not in self.read  # the image has its own
+            if (
+                not system
+                and not installs.within(path, read - {path})
+                and not any(place.is_relative_to(path) for place in write.values())
+            ):
+                mounts.setdefault(path, (path, True))
+        return mounts | {path: (inside, False) for path, inside in write.items()}
+
+
+def _by_name(variable: str) -> bool:
+    """Whether its value goes through the client's environment; one that the client reads itself cannot."""
+    return not containers.own(variable)
+
+
+def _mount(source: Path, target: Path, *, readonly: bool) -> str:
+    for path in (source, target):
+        if any(c in str(path) for c in ',"\n'):
+            raise SandboxError(f"{str(path)!r} cannot be mounted: commas and quotes are not possible; rename it")
+    return f"type=bind,source={source},target={target}" + (",readonly" if readonly else "")
