@@ -18,7 +18,7 @@ from gyre_transport import reads
 from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.backends.tcp import TcpChannel
 from gyre_transport.errors import StaleDescriptor, StaleVersion
-from gyre_transport.snapshot import Manifest, pull
+from gyre_transport.snapshot import Manifest, Snapshot, pull
 
 LONG = 60.0
 SCHEDULES = 200
@@ -40,8 +40,10 @@ class World:
         self.rng = random.Random(0)
         self._depth = 0
         self._known: list[Manifest] = []
+        self._snapshots: list[Snapshot] = []
 
     def begin(self, seed: int) -> None:
+        self._snapshots = []
         self.rng = random.Random(seed)
         self._known = self._known[-1:]  # a manifest of an earlier schedule must not be served either
         self.publish()
@@ -49,7 +51,13 @@ class World:
     def publish(self) -> None:
         self.version += 1
         answer = self._source.ask(
-            "publish", model="policy", version=self.version, count=3, size=self.rng.choice((500, 3_000, 9_000))
+            "publish",
+            model="policy",
+            version=self.version,
+            count=3,
+            size=self.rng.choice((1_000, 3_000, 9_000)),
+            wait=self.rng.choice((0.0, 0.0, 0.001)),  # the readers that hold a lease stand still meanwhile
+            fan_out=8,
         )
         self._known.append(msgspec.msgpack.decode(bytes.fromhex(answer), type=Manifest))
 
@@ -68,13 +76,21 @@ class World:
         manifest = self.rng.choice(self._known[-3:])
         self._depth += 1
         try:
-            snapshot = pull(manifest, deadline=LONG, verify=False, via=self.rng.choice(("shm", "tcp")))
+            snapshot = pull(
+                manifest,
+                deadline=LONG,
+                verify=self.rng.random() < 0.5,
+                share=self._depth == 1,  # a pull inside another would wait for that one's copy
+                via=self.rng.choice(("shm", "tcp", "tcp")),
+            )
         except (StaleVersion, StaleDescriptor):
             self.stale += 1
         except Crash:
             self.crashed += 1
         else:
             self.accepted += 1
+            if self.rng.random() < 0.2:  # it goes on serving its copy
+                self._snapshots = [*self._snapshots[-2:], snapshot]
             found = {float(v) for _, _, data in snapshot.values() for v in np.unique(np.frombuffer(data, np.float32))}
             assert found == {float(manifest.version)}, "a mixture was accepted"
         finally:
@@ -89,9 +105,9 @@ class World:
             self.close()
         elif chance < 0.155:
             self.kill()
-        elif chance < 0.19 and self._depth:
+        elif chance < 0.22 and self._depth:
             raise Crash
-        elif chance < 0.27 and self._depth < 3:
+        elif chance < 0.30 and self._depth < 3:
             self.pull()
 
 

@@ -69,8 +69,11 @@ def act(do: str, a: dict) -> object:
             with open("/proc/self/statm") as statm:
                 return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
         case "publish":
-            source = sources.setdefault(a["model"], SnapshotSource(a["model"]))
-            manifest = source.publish(a["version"], tensors(a["version"], a["count"], a["size"]))
+            if a["model"] not in sources:
+                sources[a["model"]] = SnapshotSource(a["model"], fan_out=a.get("fan_out", 2))
+            source = sources[a["model"]]
+            parts = tensors(a["version"], a["count"], a["size"])
+            manifest = source.advance(a["version"], parts, wait=a.get("wait", 0.0))
             return msgspec.msgpack.encode(manifest).hex()
         case "churn":
             source = SnapshotSource(a["model"])
@@ -78,9 +81,6 @@ def act(do: str, a: dict) -> object:
                 manifest = source.publish(version, tensors(version, a["count"], a["size"]))
                 print(json.dumps(msgspec.msgpack.encode(manifest).hex()), flush=True)
             sources[a["model"]] = source
-            return None
-        case "overwrite":
-            sources[a["model"]]._region.array()[a["offset"]] ^= 1
             return None
         case "close_source":
             sources[a["model"]].close()

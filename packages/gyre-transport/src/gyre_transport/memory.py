@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from gyre_transport.backends.shm import allow_reads
 from gyre_transport.buffers import aligned, view
-from gyre_transport.control import Record, memfd
+from gyre_transport.control import Calls, Record, memfd
 from gyre_transport.descriptor import Address, Content, Descriptor, Location, Shared
 from gyre_transport.endpoint import serve
 from gyre_transport.errors import DataError, ShapeMismatch
+from gyre_transport.frozen import attach
 from gyre_transport.reads import Part, read, read_chunks, read_many
 from gyre_transport.transfer import Transfer
 
@@ -64,9 +65,11 @@ class Region:
         dtype: str | None = None,
         shape: tuple[int, ...] | None = None,
         content: Content | None = None,
+        calls: Calls | None = None,
     ) -> None:
         self._closed = True  # until the slot is taken
         self._memory, self._buffer, self._location, self._fd = memory, buffer, location, fd
+        self._calls = calls
         self._dtype, self._shape, self._content = dtype, shape, content
         self._descriptor: Descriptor | None = None
         self._nbytes = buffer.nbytes
@@ -122,7 +125,7 @@ class Region:
         self._content = content or self._content
         self._descriptor = Descriptor(
             owner=self._record.owner,
-            key=self._record.grant(self._slot, self._buffer, self._content),
+            key=self._record.grant(self._slot, self._buffer, self._content, self._calls),
             slot=self._slot,
             location=self._location,
             nbytes=self._nbytes,
@@ -163,26 +166,28 @@ class Region:
             self.close()
 
 
-def allocate(nbytes: int, *, content: Content | None = None, shared: bool | None = None) -> Region:
+def allocate(
+    nbytes: int, *, content: Content | None = None, shared: bool | None = None, calls: Calls | None = None
+) -> Region:
     """Make memory of `nbytes` (0 allowed), zeroed, to be read by others. Raises `DataError` when there is none.
 
     shared: a memfd, which readers open; else private memory in huge pages, which they reach into, twice as fast. None:
-    private where the kernel allows that.
+    private where the kernel allows that. calls: handles what readers say (`notices.Notices`).
     """
     if nbytes < 0:
         raise DataError(f"expected a size in bytes, got {nbytes!r}")
     if not (allow_reads() if shared is None else not shared):
-        return _allocate_shared(nbytes, content)
+        return _allocate_shared(nbytes, content, calls)
     memory = aligned(nbytes)
     local = view(memory)
-    return Region(memory, local.bytes, Address(address=local.address), content=content)
+    return Region(memory, local.bytes, Address(address=local.address), content=content, calls=calls)
 
 
-def _allocate_shared(nbytes: int, content: Content | None) -> Region:
+def _allocate_shared(nbytes: int, content: Content | None, calls: Calls | None) -> Region:
     fd = memfd("memory", nbytes)
     try:
         memory = mmap.mmap(fd, nbytes) if nbytes else bytearray()
-        return Region(memory, memoryview(memory), Shared(fd=fd), fd=fd, content=content)
+        return Region(memory, memoryview(memory), Shared(fd=fd), fd=fd, content=content, calls=calls)
     except BaseException as e:
         os.close(fd)
         if isinstance(e, OSError):
@@ -190,12 +195,23 @@ def _allocate_shared(nbytes: int, content: Content | None) -> Region:
         raise
 
 
-def register(memory: Any, *, content: Content | None = None) -> Region:
+def register(memory: Any, *, content: Content | None = None, calls: Calls | None = None) -> Region:
     """Make existing contiguous memory readable: numpy array, torch CPU tensor, buffer. Never copies.
 
-    The region keeps `memory` alive; do not resize it. Raises `ShapeMismatch` for what is not contiguous.
+    The region keeps `memory` alive; do not resize it. calls: handles what readers say (`notices.Notices`). Raises
+    `ShapeMismatch` for what is not contiguous.
     """
     local = view(memory)
     allow_reads()
     location = Address(address=local.address)
-    return Region(memory, local.bytes, location, dtype=local.dtype, shape=local.shape, content=content)
+    return Region(memory, local.bytes, location, dtype=local.dtype, shape=local.shape, content=content, calls=calls)
+
+
+def publish(fd: int, *, content: Content | None = None, calls: Calls | None = None) -> Region:
+    """Make frozen memory (`frozen.Draft.freeze`) readable; readers on this machine may map it. Takes `fd` over."""
+    try:
+        memory = attach(fd, writable=False)
+        return Region(memory, memoryview(memory), Shared(fd=fd), fd=fd, content=content, calls=calls)
+    except BaseException:
+        os.close(fd)
+        raise

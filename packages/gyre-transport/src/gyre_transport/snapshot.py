@@ -5,27 +5,32 @@
     snapshot = pull(manifest, deadline=30)                               satellite, cell agent
     snapshot["w"]                                                        (dtype, shape, bytes)
 
-All tensors of a version lie in one region, so a pull is one large read. A source publishes one version at a time and
-writes the next into the same region: the key of the old version is taken away before the first byte changes, and a
-reader looks at the key after its last byte. Hence a pull gives one whole version or raises; never a mixture.
+A version lies in one frozen region. A reader on the source's machine maps it: nothing is copied. One elsewhere takes a
+lease (`leases`), reads, verifies, freezes its copy, and serves it on: on its own machine others map that, and other
+machines read from it, so a source sends a version once a machine, and to few of them. A pull gives one whole version or
+raises; never a mixture.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import logging
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from gyre_transport import safetensors
-from gyre_transport.buffers import Buffer, aligned, nbytes, view
-from gyre_transport.endpoint import Backend
+from gyre_transport.backends.shm import Peer
+from gyre_transport.buffers import DTYPES, THREADS, aligned, view
+from gyre_transport.descriptor import Descriptor, Shared, host
+from gyre_transport.endpoint import Backend, candidates
 from gyre_transport.errors import (
     ChecksumMismatch,
     DataError,
@@ -33,124 +38,31 @@ from gyre_transport.errors import (
     ShapeMismatch,
     StaleDescriptor,
     StaleVersion,
+    Unreachable,
 )
-from gyre_transport.memory import Content, Descriptor, Region, allocate, read
+from gyre_transport.frozen import Draft, attach, is_frozen
+from gyre_transport.layout import Box, Stretch, stretches
+from gyre_transport.lease import Lease
+from gyre_transport.manifest import Entry, Manifest, arrange
+from gyre_transport.memory import Region, publish
+from gyre_transport.reads import Part, read, read_many
+from gyre_transport.source import SnapshotSource, Tensor
 
-_ALIGN = 64  # bytes: a tensor of any dtype is aligned in a pulled buffer
-_THREADS = min(4, os.cpu_count() or 1)  # copies and checksums release the interpreter's lock
+__all__ = ["Entry", "Manifest", "Snapshot", "SnapshotSource", "Tensor", "pull"]
 
-Tensor = tuple[str, tuple[int, ...], Any]  # dtype, shape, contiguous bytes-like or CPU tensor
-
-
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of a snapshot: `nbytes` at `offset` of the region, row-major."""
-
-    name: str
-    dtype: str  # safetensors name: "BF16", "F32", …
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    checksum: int  # crc32 of its bytes
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
-    """What is in a snapshot and where; `msgspec.msgpack.encode` / `decode(..., type=Manifest)`."""
-
-    model: str
-    version: int
-    entries: tuple[Entry, ...]
-    descriptor: Descriptor  # the region with all tensors
-    head: Descriptor  # 8 bytes, int64: the version the source published last
-    nbytes: int  # of the region, from its beginning
-
-
-class SnapshotSource:
-    """Publishes the versions of one model, one at a time; a context manager. Not shared between threads."""
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.manifest: Manifest | None = None  # of the version that can be pulled now
-        self._head = allocate(8)
-        self._region: Region | None = None
-        self._version: int | None = None
-        self._closed = False
-
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
-        """Copy `tensors` (name -> (dtype, shape, contiguous bytes-like or CPU tensor)) into the region.
-
-        The previous version is revoked: its readers get `StaleVersion`. The region is used again when it is large
-        enough. Raises `ShapeMismatch` when a tensor is not what it says, or `DataError` when `version` does not
-        increase or memory is short; the previous version then still stands.
-        """
-        if self._closed:
-            raise DataError(f"the source of {self.model!r} is closed; make a new one")
-        if self._version is not None and version <= self._version:
-            raise DataError(f"{self.model!r}: version {version} after {self._version}; versions only increase")
-        sources = {name: _checked(name, tensor) for name, tensor in tensors.items()}
-        offsets, total = _layout(s.nbytes for s in sources.values())
-        region = self._region
-        if region is None or region.nbytes < total:
-            region = allocate(total)
-        if self._region is not None:
-            self._region.revoke()  # from here on nobody reads the previous version
-            self.manifest = None
-            if self._region is not region:
-                self._region.close()
-        self._region = region
-        target = region.array()
-
-        def copy(source: Buffer, offset: int) -> int:
-            piece = target[offset : offset + source.nbytes]
-            np.copyto(piece, np.frombuffer(source.bytes, np.uint8))
-            return zlib.crc32(piece)
-
-        with ThreadPoolExecutor(_THREADS) as pool:
-            checksums = list(pool.map(copy, sources.values(), offsets))
-        entries = tuple(
-            Entry(
-                name=name,
-                dtype=dtype,
-                shape=tuple(shape),
-                offset=offset,
-                nbytes=nbytes(dtype, shape),
-                checksum=checksum,
-            )
-            for (name, (dtype, shape, _)), offset, checksum in zip(tensors.items(), offsets, checksums, strict=True)
-        )
-        self._head.array(np.int64)[0] = self._version = version
-        self.manifest = Manifest(
-            model=self.model,
-            version=version,
-            entries=entries,
-            descriptor=region.renew(Content(model=self.model, version=version)),
-            head=self._head.descriptor,
-            nbytes=total,
-        )
-        return self.manifest
-
-    def close(self) -> None:
-        """Revoke the current version and release the memory: readers get `StaleDescriptor`. Idempotent."""
-        self._closed = True
-        self.manifest = None
-        self._head.close()
-        if self._region is not None:
-            self._region.close()
-            self._region = None
-
-    def __enter__(self) -> SnapshotSource:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+log = logging.getLogger(__name__)
 
 
 class Snapshot(Mapping[str, tuple[str, tuple[int, ...], memoryview]]):
-    """A pulled snapshot in local memory: name -> (dtype, shape, bytes)."""
+    """A pulled snapshot in local memory: name -> (dtype, shape, bytes). While it lives, it may be served to others."""
 
-    def __init__(self, manifest: Manifest, buffer: memoryview) -> None:
+    def __init__(
+        self, manifest: Manifest, buffer: memoryview, entries: tuple[Entry, ...], serving: contextlib.ExitStack
+    ) -> None:
         self.manifest = manifest
-        self.buffer = buffer  # writable, [manifest.nbytes]
-        self._entries = {e.name: e for e in manifest.entries}
+        self.buffer = buffer  # writable; what is written to it nobody else sees
+        self._entries = {e.name: e for e in entries}
+        self._serving = serving
 
     @property
     def version(self) -> int:
@@ -167,6 +79,10 @@ class Snapshot(Mapping[str, tuple[str, tuple[int, ...], memoryview]]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def close(self) -> None:
+        """Serve it to nobody any more; its memory stays for who holds it. Idempotent."""
+        self._serving.close()
+
     def write_safetensors(self, path: Path, *, fsync: bool = False, metadata: Mapping[str, str] | None = None) -> None:
         """Write one .safetensors file, whole or not at all (temporary file, rename).
 
@@ -175,44 +91,238 @@ class Snapshot(Mapping[str, tuple[str, tuple[int, ...], memoryview]]):
         """
         safetensors.write(path, self, fsync=fsync, metadata={"format": "pt", **(metadata or {})})
 
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
 
 def pull(
-    manifest: Manifest, *, deadline: float, verify: bool = True, into: Any = None, via: Backend | None = None
+    manifest: Manifest,
+    *,
+    deadline: float,
+    verify: bool = True,
+    into: Any = None,
+    select: Mapping[str, Box | None] | None = None,
+    share: bool = True,
+    via: Backend | None = None,
 ) -> Snapshot:
-    """Read a snapshot into local memory.
+    """Get a snapshot into local memory.
 
-    deadline: seconds from now, checksums included. verify: compare every checksum.
-    into: writable contiguous buffer of at least `manifest.nbytes` to use again; default: a new one.
-    via: that backend or none.
+    deadline: seconds from now, checksums included.
+    verify: compare the checksum of every tensor that comes whole from another machine. What is mapped is the frozen
+        memory they were computed from, or a frozen copy that was verified.
+    into: writable contiguous buffer of at least the snapshot's bytes to copy to; default: what serves best.
+    select: only these tensors, and of those only these parts (None: all), each contiguous; see `layout`.
+    share: map a copy that a reader on this machine holds, and serve this one on while the snapshot lives.
+    via: that backend or none, for what is read from another process.
     Raises `StaleVersion`, `StaleDescriptor`, `ChecksumMismatch`, `ShapeMismatch`, `Unreachable`, `DeadlineExceeded`;
     `into` then holds no meaning.
     """
-    end = time.monotonic() + deadline
-    content = Content(model=manifest.model, version=manifest.version)
-    if manifest.descriptor.content != content:
-        raise ShapeMismatch(f"the manifest of {content} describes memory of {manifest.descriptor.content}")
-    for e in manifest.entries:
-        if e.nbytes != nbytes(e.dtype, e.shape) or e.offset < 0 or e.offset + e.nbytes > manifest.nbytes:
-            raise ShapeMismatch(f"the manifest of {manifest.model!r} contradicts itself at {e.name!r}: {e!r}")
-    if not 0 <= manifest.nbytes <= manifest.descriptor.nbytes:
-        raise ShapeMismatch(
-            f"the manifest of {manifest.model!r} announces {manifest.nbytes:,} bytes in a region of "
-            f"{manifest.descriptor.nbytes:,}"
-        )
-    local = view(aligned(manifest.nbytes) if into is None else into, writable=True)
-    if local.nbytes < manifest.nbytes:
-        raise ShapeMismatch(
-            f"version {manifest.version} of {manifest.model!r} takes {manifest.nbytes:,} bytes, "
-            f"`into` has {local.nbytes:,}; give a larger one"
-        )
-    buffer = local.bytes[: manifest.nbytes]
+    manifest.check()
+    wanted = _Wanted(manifest, select)
+    if into is not None:
+        into = view(into, writable=True).bytes
+        if into.nbytes < wanted.nbytes:
+            raise ShapeMismatch(
+                f"version {manifest.version} of {manifest.model!r} takes {wanted.nbytes:,} bytes, `into` has "
+                f"{into.nbytes:,}; give a larger one"
+            )
     try:
-        read(manifest.descriptor, buffer, offset=0, deadline=end - time.monotonic(), via=via)
+        return _Pull(manifest, wanted, time.monotonic() + deadline, verify, into, share, via).run()
     except StaleDescriptor as e:
         raise _moved_on(manifest, via) or e from None
-    if verify:
-        _verify(manifest, buffer, end)
-    return Snapshot(manifest, buffer)
+
+
+class _Wanted:
+    """What is pulled: all tensors where they are, or some parts of some, beside each other."""
+
+    def __init__(self, manifest: Manifest, select: Mapping[str, Box | None] | None) -> None:
+        self.entries, self.nbytes = manifest.entries, manifest.nbytes
+        self.stretches: list[tuple[int, Stretch]] | None = None  # place in the buffer, bytes of the region; None: all
+        self.whole = manifest.entries  # of `entries`, those with a checksum
+        if select is None:
+            return
+        known = {e.name: e for e in manifest.entries}
+        if missing := [name for name in select if name not in known]:
+            raise ShapeMismatch(f"{manifest.content} holds no {missing[0]!r} ({len(missing)} unknown names in all)")
+        shapes = {name: known[name].shape if box is None else box.shape for name, box in select.items()}
+        sizes = {name: int(np.prod(shape)) * DTYPES[known[name].dtype][0] for name, shape in shapes.items()}
+        offsets, self.nbytes = arrange(sizes.values())
+        self.entries = tuple(
+            msgspec.structs.replace(known[name], offset=offset, nbytes=sizes[name], shape=shapes[name])
+            for name, offset in zip(select, offsets, strict=True)
+        )
+        self.whole = tuple(e for e in self.entries if e.nbytes == known[e.name].nbytes)
+        self.stretches = []
+        for entry in self.entries:
+            there, at = known[entry.name], entry.offset
+            box = select[entry.name] or Box((0,) * len(there.shape), there.shape)
+            try:
+                for s in stretches(there.shape, box, DTYPES[there.dtype][0]):
+                    self.stretches.append((at, s._replace(offset=there.offset + s.offset)))
+                    at += s.nbytes
+            except ShapeMismatch as e:
+                raise ShapeMismatch(f"{entry.name!r} of {manifest.content}: {e}") from None
+
+
+class _Pull:
+    """One pull: the fields are the arguments of `pull`."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        wanted: _Wanted,
+        end: float,
+        verify: bool,
+        into: memoryview | None,
+        share: bool,
+        via: Backend | None,
+    ) -> None:
+        self._manifest, self._wanted, self._end, self._verify_it = manifest, wanted, end, verify
+        self._into, self._via = into, via
+        self._shares = share and "shm" in candidates(manifest.descriptor)
+        self._serves = self._shares and verify and into is None and wanted.stretches is None
+
+    def run(self) -> Snapshot:
+        """Map it, or read it."""
+        if self._left() <= 0:
+            raise self._late("read")
+        memory = _mapped(self._manifest.descriptor, self._manifest.nbytes, self._via)
+        if memory is not None:
+            return self._from(memory)
+        with Lease(self._manifest.descriptor, end=self._end, shares=self._shares) as lease:
+            holder, is_here = lease.holder()
+            while True:
+                try:
+                    return self._map(holder) if is_here else self._read(lease, holder)
+                except DataError as e:
+                    if holder is self._manifest.descriptor or isinstance(e, ShapeMismatch) or self._left() <= 0:
+                        raise
+                    log.warning("the copy of %s could not be read: %s; asking the source", self._manifest.content, e)
+                holder, is_here = lease.holder(failed=holder)
+
+    def _map(self, holder: Descriptor) -> Snapshot:
+        """Map a copy on this machine."""
+        self._matches(holder)
+        memory = _mapped(holder, self._manifest.nbytes, None)
+        if memory is None:
+            raise Unreachable(f"the copy in {holder.owner} cannot be mapped")
+        return self._from(memory)
+
+    def _read(self, lease: Lease, holder: Descriptor) -> Snapshot:
+        """Read from the source or from a copy, which is given half the time, so that some is left to ask again."""
+        is_source = holder is self._manifest.descriptor
+        if not is_source:
+            self._matches(holder)
+        deadline = self._left() if is_source else self._left() / 2
+        if not self._serves:
+            room = aligned(self._wanted.nbytes) if self._into is None else self._into[: self._wanted.nbytes]
+            buffer = view(room, writable=True).bytes
+            self._bytes(holder, buffer, deadline)
+            return self._snapshot(buffer)
+        with Draft(self._wanted.nbytes) as draft:
+            self._bytes(holder, view(draft.array(), writable=True).bytes, deadline)
+            fd = draft.freeze()
+        with contextlib.ExitStack() as serving:
+            region = serving.enter_context(publish(fd, content=self._manifest.content))
+            snapshot = self._snapshot(memoryview(attach(fd)), serving.pop_all())
+        self._offer(lease, region, snapshot)
+        return snapshot
+
+    def _offer(self, lease: Lease, region: Region, snapshot: Snapshot) -> None:
+        """Serve the copy on; not being able to takes nothing from the reader."""
+        try:
+            line = lease.offer(region.descriptor)
+        except DataError as e:
+            log.info("the copy of %s is not served on: %s", self._manifest.content, e)
+            line = None
+        if line is None:
+            snapshot.close()
+        else:
+            snapshot._serving.callback(line.close)
+
+    def _bytes(self, holder: Descriptor, buffer: memoryview, deadline: float) -> None:
+        parts = self._wanted.stretches
+        if parts is None:
+            read(holder, buffer, offset=0, deadline=deadline, via=self._via)
+        else:
+            wanted = (
+                Part(holder, buffer[at : at + s.nbytes], s.offset, s.rows, s.stride) for at, s in parts if s.nbytes
+            )
+            read_many(wanted, deadline=deadline, via=self._via).wait()
+        if self._verify_it:
+            self._verify(buffer)
+
+    def _from(self, memory: memoryview) -> Snapshot:
+        """What is wanted of a mapped region: the mapping itself, unless it has to be elsewhere."""
+        parts, nbytes = self._wanted.stretches, self._wanted.nbytes
+        if parts is None and self._into is None:
+            return self._snapshot(memory[:nbytes])
+        room = aligned(nbytes) if self._into is None else np.frombuffer(self._into, np.uint8)[:nbytes]
+        source = np.frombuffer(memory, np.uint8)
+
+        def copy(part: tuple[int, Stretch]) -> None:
+            at, s = part
+            if self._left() <= 0:
+                raise self._late("copied")
+            rows = as_strided(source[s.offset :], (s.rows, s.length), (s.stride, 1), writeable=False)
+            np.copyto(room[at : at + s.nbytes].reshape(s.rows, s.length), rows)
+
+        if parts is None:
+            parts = [(e.offset, Stretch(e.offset, e.nbytes)) for e in self._manifest.entries]
+        _each(copy, [p for p in parts if p[1].nbytes])
+        return self._snapshot(view(room, writable=True).bytes)
+
+    def _matches(self, copy: Descriptor) -> None:
+        if copy.content != self._manifest.content or copy.nbytes != self._manifest.descriptor.nbytes:
+            raise DataError(f"expected a copy of {self._manifest.content}, got {copy!r}")
+
+    def _snapshot(self, buffer: memoryview, serving: contextlib.ExitStack | None = None) -> Snapshot:
+        return Snapshot(self._manifest, buffer, self._wanted.entries, serving or contextlib.ExitStack())
+
+    def _verify(self, buffer: memoryview) -> None:
+        def check(e: Entry) -> None:
+            if self._left() <= 0:
+                raise self._late("verified")
+            if (found := zlib.crc32(buffer[e.offset : e.offset + e.nbytes])) != e.checksum:
+                raise ChecksumMismatch(
+                    f"{e.name!r} of {self._manifest.content}: crc32 {found:#010x}, published as {e.checksum:#010x}; "
+                    "pull again, and if it stays so look at the network and the memory of both machines"
+                )
+
+        _each(check, list(self._wanted.whole))
+
+    def _left(self) -> float:
+        return self._end - time.monotonic()
+
+    def _late(self, what: str) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{self._manifest.content} was not {what} before the deadline; allow more time")
+
+
+def _mapped(descriptor: Descriptor, nbytes: int, via: Backend | None) -> memoryview | None:
+    """Map a frozen region of a process on this machine; None where that cannot be. Raises `StaleDescriptor`."""
+    location = descriptor.location
+    local = descriptor.owner.host == host() and "shm" in candidates(descriptor, via)
+    if not local or not isinstance(location, Shared):
+        return None
+    try:
+        peer = Peer(descriptor)
+    except Unreachable:
+        return None
+    try:
+        fd = peer.open(location.fd)
+        memory = memoryview(attach(fd)) if is_frozen(fd) else None
+        peer.check()  # it was the region's file when it was opened
+    finally:
+        peer.close()
+    if memory is not None and memory.nbytes < nbytes:
+        raise StaleDescriptor(f"the memory of {descriptor.owner} is shorter than its descriptor says")
+    return memory
 
 
 def _moved_on(manifest: Manifest, via: Backend | None) -> StaleVersion | None:
@@ -226,50 +336,11 @@ def _moved_on(manifest: Manifest, via: Backend | None) -> StaleVersion | None:
     return StaleVersion(f"version {manifest.version} of {manifest.model!r} {now}; ask for the current manifest")
 
 
-def _verify(manifest: Manifest, buffer: memoryview, end: float) -> None:
-    def check(e: Entry) -> None:
-        if time.monotonic() >= end:
-            raise DeadlineExceeded(
-                f"version {manifest.version} of {manifest.model!r} was read, but not verified before the deadline; "
-                "allow more time"
-            )
-        if (found := zlib.crc32(buffer[e.offset : e.offset + e.nbytes])) != e.checksum:
-            raise ChecksumMismatch(
-                f"{e.name!r} of {manifest.model!r} version {manifest.version}: crc32 {found:#010x}, published as "
-                f"{e.checksum:#010x}; pull again, and if it stays so the owner's memory was overwritten after publish"
-            )
-
-    _each(check, manifest.entries)
-
-
-def _each(function: Callable[[Entry], None], entries: tuple[Entry, ...]) -> None:
-    with ThreadPoolExecutor(_THREADS) as pool:
+def _each[T](function: Any, items: list[T]) -> None:
+    with ThreadPoolExecutor(THREADS) as pool:
         try:
-            for _ in pool.map(function, entries):
+            for _ in pool.map(function, items):
                 pass
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _checked(name: str, tensor: Tensor) -> Buffer:
-    dtype, shape, memory = tensor
-    try:
-        local = view(memory)
-        expected = nbytes(dtype, tuple(shape))
-    except ShapeMismatch as e:
-        raise ShapeMismatch(f"{name!r}: {e}") from None
-    if local.nbytes != expected:
-        raise ShapeMismatch(f"{name!r}: {dtype} {tuple(shape)} takes {expected:,} bytes, got {local.nbytes:,}")
-    if local.dtype not in (None, "U8", dtype) and not (dtype == "BF16" and local.dtype in ("I16", "U16")):
-        raise ShapeMismatch(f"{name!r}: announced as {dtype}, but the memory holds {local.dtype}")
-    return local
-
-
-def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Aligned offsets of tensors of `sizes` bytes, and the bytes they take together."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // _ALIGN) * _ALIGN
-    return offsets, end

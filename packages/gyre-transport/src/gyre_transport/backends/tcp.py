@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hmac
 from collections import deque
-from types import TracebackType
 from typing import NamedTuple
 
 from gyre_transport.backends import wire
@@ -89,22 +88,31 @@ class TcpChannel:
 class Line:
     """Calls to whoever handles them at the owner of `descriptor`; a context manager, for one thread.
 
-    What the owner ties to the caller (a lease) ends with the line, or with this process. Left without an error the
-    connection is kept for the next read if `reusable`: when nothing is tied to it.
+    What the owner ties to the caller (a lease) ends with the line, or with this process.
     """
 
-    def __init__(self, descriptor: Descriptor, *, end: float, reusable: bool = False) -> None:
-        self._reusable = reusable
-        self._connection: Connection | None = connect(descriptor, end=end, adopt=lambda interrupt: None)
+    def __init__(self, descriptor: Descriptor, *, end: float, adopt: Adopt = lambda interrupt: None) -> None:
+        self._connection: Connection | None = None
+        self._connection = connect(descriptor, end=end, adopt=adopt)
 
-    def call(self, descriptor: Descriptor, payload: bytes, *, end: float) -> bytes:
+    @property
+    def near(self) -> str:
+        """This end's address; "" when closed."""
+        return "" if self._connection is None else str(self._connection.socket.getsockname()[0])
+
+    @property
+    def up(self) -> bool:
+        """Whether the owner is still at the other end."""
+        return self._connection is not None and self._connection.usable
+
+    def call(self, descriptor: Descriptor, payload: bytes, *, end: float, kind: Kind = Kind.CALL) -> bytes:
         """Ask, and return the answer. payload: up to `wire.MAX_CALL` bytes. Raises the package's `DataError`s."""
         if len(payload) > wire.MAX_CALL:
             raise DataError(f"expected a call of at most {wire.MAX_CALL:,} bytes, got {len(payload):,}; send less")
         if self._connection is None:
             raise DataError("the line is closed; open another")
         try:
-            proof = self._connection.ask(descriptor, Kind.CALL, len(payload), payload, end)
+            proof = self._connection.ask(descriptor, kind, len(payload), payload, end)
             nbytes, seal = self._connection.answer(end), bytearray(wire.MAC_BYTES)
             if nbytes > wire.MAX_CALL:
                 raise _other(descriptor)
@@ -123,17 +131,20 @@ class Line:
         if connection is not None:
             connection.socket.close()
 
+    def keep(self) -> None:
+        """Close it, but keep the connection for the next read: when nothing is tied to it any more."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            keep(connection)
+
     def __enter__(self) -> Line:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        if kind is None and self._reusable:
-            keep(connection)
-        else:
-            connection.socket.close()
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _other(descriptor: Descriptor) -> StaleDescriptor:

@@ -8,7 +8,7 @@
 
 A READ's body is `count` stretches: each some rows of equal length, `stride` bytes apart; its answer is their bytes, one
 after another. A CALL's body is `count` bytes for whoever handles calls on that memory (`control.Export`), and so is its
-answer.
+answer. A CONNECT is a CALL that the server itself handles: `verbs.handshake` says how.
 
 A proof is a MAC of the request under the descriptor's secret; the secret itself never travels. It covers both nonces
 and the request's number, so what was overheard cannot be sent again. A seal is the server's MAC of the proof and of a
@@ -25,7 +25,8 @@ import hashlib
 import secrets
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+
+from gyre_transport.layout import Stretch as Stretch
 
 MAGIC, VERSION = b"GYRE", 2
 NONCE_BYTES = MAC_BYTES = GENERATION_BYTES = 16
@@ -47,6 +48,7 @@ class Kind(IntEnum):
 
     READ = 1
     CALL = 2
+    CONNECT = 3
 
 
 class Status(IntEnum):
@@ -57,24 +59,6 @@ class Status(IntEnum):
     STALE = 2  # the secret opens nothing (any more)
     OUTSIDE = 3  # not within the region
     REFUSED = 4  # nobody handles calls on that memory, or the handler failed
-
-
-class Stretch(NamedTuple):
-    """Bytes of a region: `rows` times `length` bytes, the first at `offset`, the next ones `stride` bytes further."""
-
-    offset: int
-    length: int
-    rows: int = 1
-    stride: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return self.length * self.rows
-
-    def within(self, nbytes: int) -> bool:
-        """Whether all of it lies in a region of `nbytes`, and a row exists."""
-        return self.rows > 0 and self.offset + (self.rows - 1) * self.stride + self.length <= nbytes
 
 
 def nonce() -> bytes:
