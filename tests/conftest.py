@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -93,6 +93,12 @@ def make_model(folder: Path, seed: int = 0) -> Path:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: random 2-layer Qwen3 with a ChatML tokenizer, the same weights in every session."""
     return make_model(tmp_path_factory.mktemp("model") / "tiny-qwen3")
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model() -> Callable[..., Path]:
+    """`make_tiny_model(folder, seed=1)`: such a folder with other weights."""
+    return make_model
 
 
 class _Background:

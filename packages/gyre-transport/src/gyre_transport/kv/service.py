@@ -20,8 +20,8 @@ from gyre_transport.errors import (
     DeadlineExceeded,
     OtherContent,
     RemoteError,
-    StaleDescriptor,
     TransportError,
+    Unreachable,
 )
 from gyre_transport.kv import protocol as p
 from gyre_transport.kv.counts import Counts
@@ -34,6 +34,9 @@ _TICK = 0.5  # seconds between looks at leases and holds
 _START = 10.0
 _PULLS = 4  # moves carried out at once; more wait
 _ANSWER = 2.0  # seconds for an acknowledgement, which nothing depends on
+_SETTLE = 1.0  # seconds that a lookup waits for offloads under way
+_LOOKUP = 3.0  # seconds until a source that says nothing is given up,
+_SILENT = 5.0  # and then not asked again
 
 
 class Engine(Protocol):
@@ -70,6 +73,7 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="gyre kv service", daemon=True)
         self._pulls: asyncio.Semaphore
         self._sources: dict[str, Client] = {}
+        self._silent: dict[str, float] = {}  # sources that said nothing: not asked before
 
     def start(self) -> None:
         """Return once it listens. Raises `BusError`."""
@@ -139,7 +143,7 @@ class Service:
     async def _lookup(self, m: p.Lookup) -> p.Pages:
         if m.layout != self._engine.layout:
             raise OtherContent(f"pages here are {self._engine.layout}, those asked for are {m.layout}")
-        await asyncio.to_thread(self._engine.settle, self._lease)
+        await asyncio.to_thread(self._engine.settle, _SETTLE)
         lease = self._store.lease(_keys(m.version, _split(m.hashes)), time.monotonic() + self._lease)
         if lease is None:
             return p.Pages(lease=0)
@@ -191,11 +195,15 @@ class Service:
         if not missing:
             return 0
         source = self._sources.setdefault(address, Client(address, p.Reply))
+        lookup = p.Lookup(layout=self._engine.layout, version=version, hashes=b"".join(h for _, h in missing))
         asked = time.monotonic()
-        pages = await source.call(
-            p.Lookup(layout=self._engine.layout, version=version, hashes=b"".join(h for _, h in missing)),
-            deadline=end - asked,
-        )
+        if asked < self._silent.get(address, 0.0):
+            raise Unreachable(f"{address!r} said nothing a moment ago; it is not asked")
+        try:
+            pages = await source.call(lookup, deadline=min(end - asked, _LOOKUP))
+        except DeadlineExceeded:
+            self._silent[address] = time.monotonic() + _SILENT
+            raise
         if not isinstance(pages, p.Pages):
             raise OtherContent(f"expected Pages of {address!r}, got {pages!r:.100}")
         try:
@@ -229,7 +237,7 @@ def _failure(e: Exception) -> str:
             return "deadline"
         case OtherContent() | RemoteError():
             return "refused"
-        case StaleDescriptor() | TransportError():
+        case TransportError():
             return "unreachable"
         case _:
             raise e
