@@ -16,11 +16,13 @@ from gyre_transport import endpoint
 from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.backends.tcp import TcpChannel
 from gyre_transport.memory import Descriptor, Region, allocate, read, register
+from gyre_transport.notices import Notices
 from gyre_transport.run import TransportConfig
 from gyre_transport.snapshot import SnapshotSource
 
 regions: list[Region] = []
 sources: dict[str, SnapshotSource] = {}
+notices: list[Notices] = []
 
 
 def pattern(nbytes: int, seed: int) -> np.ndarray:
@@ -39,13 +41,17 @@ def share(region: Region) -> dict:
 def act(do: str, a: dict) -> object:
     match do:
         case "allocate" | "allocate_shared":
-            region = allocate(a["nbytes"], shared=do == "allocate_shared")
+            notices.append(Notices())
+            calls = notices[-1] if a.get("notices") else None
+            region = allocate(a["nbytes"], shared=do == "allocate_shared", calls=calls)
             region.array()[:] = pattern(a["nbytes"], a["seed"])
             return share(region)
         case "register":
             return share(register(pattern(a["nbytes"], a["seed"])))
         case "register_floats":
             return share(register(np.arange(a["count"], dtype=np.float32).reshape(-1, 2)))
+        case "notice":
+            return notices[-1].take(10.0).hex()
         case "close":
             regions[a["region"]].close()
             return None

@@ -39,12 +39,14 @@ def read(
     deadline: float,
     expect: Content | None = None,
     via: Backend | None = None,
+    notify: bytes | None = None,
 ) -> None:
     """Copy a region into local memory `into` (writable array, tensor or buffer).
 
     offset: None reads the whole region, and size, dtype and shape must match (untyped bytes and U8 match any); an int
         reads `into`'s size from that byte on.
     deadline: seconds from now. expect: the content the descriptor must be of. via: that backend or none.
+    notify: what the owner is told when all of it has come (`notices`), before this returns.
     Raises `ShapeMismatch` or `OtherContent` before anything moves, `StaleDescriptor`, `Unreachable` or
     `DeadlineExceeded`; `into` then holds no meaning.
     """
@@ -53,7 +55,7 @@ def read(
         raise OtherContent(f"expected {expect}, got a descriptor of {descriptor.content}; ask for the current one")
     pieces = list(_cut(Part(descriptor, into, offset)))
     workers = streams(descriptor, sum(p.into.nbytes for p in pieces), via, _STREAM)
-    transfer = Transfer(pieces, end=end, via=via)
+    transfer = Transfer(pieces, end=end, via=via, notify=notify)
     if workers == 1:
         transfer.run()
     else:
@@ -61,12 +63,18 @@ def read(
 
 
 def read_many(
-    parts: Iterable[Part], *, deadline: float, workers: int | None = None, via: Backend | None = None
+    parts: Iterable[Part],
+    *,
+    deadline: float,
+    workers: int | None = None,
+    via: Backend | None = None,
+    notify: bytes | None = None,
 ) -> Transfer:
     """Start reading into many destinations at once, from any regions; `wait` for it, or `cancel`.
 
     deadline: seconds from now until the last byte. workers: threads, each with a connection of its own; default: by
-    size and backend. Raises `ShapeMismatch` before anything moves.
+    size and backend. notify: what the owner of each region is told when all parts of all regions have come.
+    Raises `ShapeMismatch` before anything moves.
     """
     end = time.monotonic() + deadline
     if workers is not None and not 1 <= workers <= 16:
@@ -78,7 +86,8 @@ def read_many(
     if workers is None:
         sizes = ((d, sum(p.into.nbytes for p in pieces)) for d, pieces in regions.items())
         workers = max((streams(d, size, via, _STREAM) for d, size in sizes), default=0)
-    return Transfer([p for pieces in regions.values() for p in pieces], end=end, via=via).start(workers)
+    ordered = [p for pieces in regions.values() for p in pieces]
+    return Transfer(ordered, end=end, via=via, notify=notify).start(workers)
 
 
 def read_chunks(

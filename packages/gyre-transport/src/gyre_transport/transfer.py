@@ -13,7 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from gyre_transport import notices
 from gyre_transport.backends.channel import Piece, takes_rows
+from gyre_transport.backends.tcp import Line
 from gyre_transport.endpoint import Backend, open_channel
 from gyre_transport.errors import Cancelled, DataError, DeadlineExceeded
 
@@ -23,8 +25,12 @@ _AHEAD = 1024  # pieces asked for and not complete, a worker
 class Transfer:
     """One read of many pieces; a context manager that cancels what is not done when it is left."""
 
-    def __init__(self, pieces: Iterable[Piece], *, end: float, via: Backend | None = None) -> None:
+    def __init__(
+        self, pieces: Iterable[Piece], *, end: float, via: Backend | None = None, notify: bytes | None = None
+    ) -> None:
         self._pieces = deque(pieces)
+        self._notice = None if notify is None else notices.encode(notify)
+        self._owners = [] if notify is None else list({id(p.descriptor): p.descriptor for p in self._pieces}.values())
         self._total = sum(p.into.nbytes for p in self._pieces)
         self._end, self._via = end, via
         self._lock = threading.Lock()
@@ -36,8 +42,8 @@ class Transfer:
 
     @property
     def valid(self) -> bool:
-        """Whether every destination holds its registered bytes. False while running, and for good after an error."""
-        return self._error is None and self._left == 0
+        """Whether every destination holds its registered bytes, and every owner was told. Never after an error."""
+        return self._error is None and self._left == 0 and not self._owners
 
     @property
     def running(self) -> bool:
@@ -115,6 +121,7 @@ class Transfer:
             piece = self._take()
             while piece is not None:
                 piece = self._region(piece)
+            self._tell()
         except BaseException as e:  # kept for whoever waits
             self._fail(e)
 
@@ -165,6 +172,19 @@ class Transfer:
             return self._pieces.popleft()
         except IndexError:
             return None
+
+    def _tell(self) -> None:
+        """Send the notice to every owner, once all pieces have come."""
+        with self._lock:
+            notice = self._notice if self._left == 0 else None
+            if notice is not None:
+                self._notice = None
+        while notice is not None and self._owners:
+            self._proceed()
+            with Line(self._owners[0], end=self._end) as line:
+                line.call(self._owners[0], notice, end=self._end)
+                line.keep()
+            self._owners.pop(0)
 
     def _split(self, piece: Piece) -> Piece:
         """Put the rows of `piece` in its place; returns the first."""
