@@ -12,8 +12,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from gyre_agent_proxy.conversation import Reply, Request
+import msgspec
+
+from gyre_agent_proxy.conversation import Conversation, Reply, Request
 from gyre_agent_proxy.generate import Generation
+
+_NOTHING = Conversation(messages=())
 
 
 class Attempt:
@@ -64,12 +68,14 @@ class Attempt:
         self._grew.set()
 
     def settle(self, result: Reply | BaseException) -> None:
-        """Set the reply."""
+        """Set the reply, and let go of what led to it: answers that were not delivered may be kept for long."""
         if not self.reply.done():
             if isinstance(result, BaseException):
                 self.reply.set_exception(result)
             else:
                 self.reply.set_result(result)
+        self.generation = None
+        self.request = msgspec.structs.replace(self.request, conversation=_NOTHING, other={}, echo=None)
         self.progress()
 
     @asynccontextmanager

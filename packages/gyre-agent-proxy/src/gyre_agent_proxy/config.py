@@ -20,6 +20,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     socket: str = ""  # a unix socket to listen on, too, in a folder of its own; empty: proxy/http below an ipc bus.dir
     max_body: int = 256 << 20  # bytes of one request
     queue: int = 4096  # calls open at once; more are answered 429
+    executions: int = 1024  # held in memory; of more, those that are silent longest are read from their logs again
     template: str = "auto"  # auto | chatml | a name the `renderers` package knows
     roles: str = "default"  # a role table (TOML), or the one that ships with the package
     engines: tuple[str, ...] = ()  # URLs, for use without a scheduler
@@ -43,7 +44,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     disconnect_grace: float = 5.0  # a call nobody waits for is aborted after this; a repeated request joins it before
 
     def __post_init__(self) -> None:
-        for name in ("max_body", "queue", "default_max_tokens", "whole_interval", "attempts"):
+        for name in ("max_body", "queue", "executions", "default_max_tokens", "whole_interval", "attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
         for name in ("keepalive", "route_wait", "connect_timeout", "silence", "abort_wait", "backoff"):

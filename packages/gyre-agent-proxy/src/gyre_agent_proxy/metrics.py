@@ -33,6 +33,8 @@ COUNTERS = (
     "duplicates",  # requests that joined an earlier one's attempt
     "logs_cut",  # logs that ended in part of a record, which was cut off
     "undelivered",  # answers whose connection was lost
+    "deliveries_unrecorded",  # the log does not say that they arrived, or did not
+    "executions_set_aside",  # silent ones, to be read from their logs when they go on
     "forks",  # prompts that could not be proven to extend the call they continue
     "roots",  # prompts that continue no call
     "spliced_turns",  # turns put into a prompt as sampled elsewhere in the execution

@@ -247,6 +247,8 @@ def _errors(service: Service) -> Middleware:
             error.status = e.status
         except ProxyError as e:
             error = e
+        except RecursionError:
+            error = BadRequest("the body is nested too deeply; send less than a few hundred levels")
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as e:

@@ -48,6 +48,12 @@ class Execution:
         self.tasks: set[asyncio.Task[None]] = set()
         self.failing = ""  # why the last call failed, if it did and not by its own fault
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is more to it than its log tells: an open call, an answer on its way, a failure."""
+        leaving = any(not a.unattended.is_set() for a in self.attempts.values())
+        return bool(self.tasks or self.failing or leaving)
+
 
 class Service:
     """All executions of this proxy."""
@@ -127,7 +133,11 @@ class Service:
         if not ok:
             self.metrics.add("undelivered")
         if execution is not None:
-            self._recorder.append(name, Delivered(call=attempt.call, ok=ok))
+            try:
+                self._recorder.append(name, Delivered(call=attempt.call, ok=ok))
+            except RecordError as e:  # nothing can be taken back: the answer has gone out
+                self.metrics.add("deliveries_unrecorded")
+                log.error("%s: call %s: %s", name, attempt.call, e)
 
     def failing(self, name: str) -> str:
         """Why the execution's last call failed, empty if it did not or by its own fault."""
@@ -208,7 +218,25 @@ class Service:
             else:
                 self.metrics.add("executions")
             self._executions[name] = execution
+            self._set_aside()
+        else:  # last in the order of silence
+            self._executions[name] = self._executions.pop(name)
         return execution
+
+    def _set_aside(self) -> None:
+        """Forget the executions that are silent longest, beyond `proxy.executions`: their logs have all there is."""
+        over = len(self._executions) - self._engines.config.executions
+        if over <= 0:
+            return
+        *earlier, _ = self._executions.values()
+        for execution in [e for e in earlier if not e.busy][:over]:
+            del self._executions[execution.name]
+            self._engines.pool.forget(execution.name)
+            self.metrics.add("executions_set_aside")
+            try:
+                self._recorder.close(execution.name)
+            except RecordError as e:
+                log.error("%s: %s", execution.name, e)
 
     def _rebuild(self, execution: Execution, before: Log) -> None:
         """Continue an execution whose calls an earlier proxy recorded."""
@@ -222,6 +250,7 @@ class Service:
                 attempt = Attempt(call.call, request, call.role, memo.reply.created, 0.0)
                 attempt.settle(memo.reply)
                 execution.attempts[memo.digest] = attempt
+        self._trim(execution)
         log.info("%s: continued from its log, %d calls", execution.name, execution.history.calls)
 
     def _constrained(self, request: Request, plan: Plan) -> Request:
