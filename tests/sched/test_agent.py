@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
@@ -83,6 +84,8 @@ stop_timeout = 5.0
         return running
 
     async def ask(self, request: p.AgentRequest) -> p.AgentReply:
+        if isinstance(request, p.EnterTraining | p.EnterRollout | p.Refresh):
+            request = msgspec.structs.replace(request, term=1, registration=1)
         reply: p.AgentReply = await self.client.call(request, deadline=WAIT)
         return reply
 
@@ -101,9 +104,11 @@ stop_timeout = 5.0
 async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: Any) -> AsyncIterator[Rig]:
     argv = [sys.executable, str(PARTS / "engine.py")]
     monkeypatch.setattr(
-        launch, "command", lambda c, m, port, cuda: ([*argv, str(port), str(tmp_path / "faults")], dict(os.environ))
+        launch,
+        "command",
+        lambda c, m, port, cuda, kv=None: ([*argv, str(port), str(tmp_path / "faults")], dict(os.environ)),
     )
-    monkeypatch.setattr(launch, "check", lambda c, m: None)
+    monkeypatch.setattr(launch, "check", lambda *args, **settings: None)
     with tempfile.TemporaryDirectory(prefix="gyre-") as bus:
         scheduler = heard()
         made = Rig(tmp_path, bus, scheduler)

@@ -61,7 +61,7 @@ def test_roles_on_the_way_have_a_deadline(role):
     config = SchedConfig(start_timeout=1.0, drain_timeout=2.0, enter_timeout=3.0, return_timeout=4.0, heartbeat=0.5)
     limit = time_limit(role, config)
     cell = Cell(0, role=role, since=100.0)
-    if role in (Role.ROLLOUT, Role.TRAINING, Role.FAILED):
+    if role in (Role.ROLLOUT, Role.TRAINING, Role.FAILED, Role.FENCED):
         assert limit is None
         assert not cell.overdue(1e9, config)
         return

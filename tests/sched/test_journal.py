@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from gyre_sched import cli
-from gyre_sched.actions import Record
+from gyre_sched.actions import Received, Record, Tick
 from gyre_sched.errors import JournalError
 from gyre_sched.journal import Journal, decode, durations, encode, read_journal
-from gyre_sched.protocol import Event
+from gyre_sched.protocol import Event, Published
 
 RECORDS = [
     Record(1.0, "cell_hello", 0, {"engine": "cell-0", "url": "http://h:1", "C_e": 32, "version": 0}),
@@ -21,8 +21,9 @@ RECORDS = [
 
 
 def write(path, records=RECORDS):
+    """Each record follows from an input of its own; returns the events."""
     journal = Journal(path)
-    events = [journal.append(r) for r in records]
+    events = [event for r in records for event in journal.append(Tick(r.at), [r])]
     journal.close()
     return events
 
@@ -34,30 +35,54 @@ def test_what_was_written_is_read(tmp_path):
     assert [e.seq for e in events] == [0, 1, 2, 3, 4]
     assert [(e.at, e.kind, e.cell, e.numbers) for e in events] == [(r.at, r.kind, r.cell, r.numbers) for r in RECORDS]
     assert (reading.torn, reading.more) == (0, False)
-    for line in (tmp_path / "sched" / "journal").read_bytes().splitlines():
-        assert msgspec.json.decode(line)["event"]["kind"]
+    assert [(s.input.at, len(s.events)) for s in reading.steps] == [(r.at, 1) for r in RECORDS]
+    lines = [msgspec.json.decode(line) for line in (tmp_path / "sched" / "journal").read_bytes().splitlines()]
+    assert [sorted(line) for line in lines] == [["crc", "input", "then"], ["crc", "event"]] * 5
 
 
-def test_torn_at_any_byte_it_reads_whole_lines_and_a_writer_goes_on(tmp_path, monkeypatch):
+def test_a_step_is_written_as_it_was_taken(tmp_path):
+    steps = [
+        (Received(1.5, Published(version=3, manifest=bytes(range(256)))), RECORDS[:3]),
+        (Tick(2.0, 40.0), []),
+        (Tick(3.0), RECORDS[3:]),
+    ]
+    journal = Journal(tmp_path / "journal")
+    for told, records in steps:
+        journal.append(told, records)
+    journal.close()
+    reading = read_journal(tmp_path / "journal")
+    assert [(s.input, [(e.kind, e.numbers) for e in s.events]) for s in reading.steps] == [
+        (told, [(r.kind, r.numbers) for r in records]) for told, records in steps
+    ]
+    assert [e.seq for e in reading.events] == [0, 1, 2, 3, 4]
+
+
+def test_torn_at_any_byte_it_reads_whole_steps_and_a_writer_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda fd: None)  # a thousand journals; no machine crashes here
     path = tmp_path / "journal"
-    events = write(path)
+    journal = Journal(path)
+    events, ends = [], [0]
+    for records in (RECORDS[:2], [], RECORDS[2:3], RECORDS[3:]):
+        events.append(journal.append(Tick(9.0), records))
+        ends.append(path.stat().st_size)
+    journal.close()
     whole = path.read_bytes()
-    ends = [i + 1 for i, b in enumerate(whole) if b == 0x0A]
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
-        lines = sum(e <= size for e in ends)
+        steps = sum(e <= size for e in ends) - 1
+        kept = [event for step in events[:steps] for event in step]
         reading = read_journal(path)
-        assert list(reading.events) == events[:lines]
-        assert reading.torn == size - ([0, *ends][lines])
+        assert list(reading.events) == kept
+        assert len(reading.steps) == steps
+        assert reading.torn == size - ends[steps]
         assert bool(reading.damage) == bool(reading.torn)
         assert not reading.more
         journal = Journal(path)
         assert journal.torn == reading.torn
-        journal.append(Record(9.0, "next", None, {}))
+        journal.append(Tick(9.0), [Record(9.0, "next", None, {})])
         journal.close()
         after = read_journal(path)
-        assert [*events[:lines], Event(seq=lines, at=9.0, kind="next")] == list(after.events)
+        assert [*kept, Event(seq=len(kept), at=9.0, kind="next")] == list(after.events)
         assert after.torn == 0
 
 
@@ -76,12 +101,12 @@ def test_damage_within_is_not_repaired(tmp_path):
     path = tmp_path / "journal"
     write(path)
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + lines[1].replace(b"rollout", b"rollauf") + b"".join(lines[2:]))
+    path.write_bytes(b"".join(lines[:3]) + lines[3].replace(b"rollout", b"rollauf") + b"".join(lines[4:]))
     reading = read_journal(path)
     assert len(reading.events) == 1
     assert reading.more
     before = path.read_bytes()
-    with pytest.raises(JournalError, match="damaged at byte"):
+    with pytest.raises(JournalError, match="damaged after byte"):
         Journal(path)
     assert path.read_bytes() == before
 
@@ -90,18 +115,25 @@ def test_a_missing_line_is_damage(tmp_path):
     path = tmp_path / "journal"
     write(path)
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + b"".join(lines[2:]))
-    assert "expected seq 1, got 2" in read_journal(path).damage
+    for missing, said in (([0], "follows from no input"), ([1], "1 more events"), ([2, 3], "expected seq 1, got 2")):
+        path.write_bytes(b"".join(line for i, line in enumerate(lines) if i not in missing))
+        assert said in read_journal(path).damage
 
 
-def test_numbers_and_epoch_go_on_in_a_second_writer(tmp_path):
+def test_numbers_go_on_in_a_second_writer(tmp_path):
     path = tmp_path / "journal"
     write(path)
     journal = Journal(path)
-    assert journal.epoch == 7
-    assert journal.append(Record(6.0, "x", None, {})).seq == 5
+    assert [event for step in journal.before for event in step.events] == list(read_journal(path).events)
+    journal.append(Tick(6.0), [])
+    assert [e.seq for e in journal.append(Tick(6.0), [Record(6.0, "x", None, {}), Record(6.0, "y", None, {})])] == [
+        5,
+        6,
+    ]
     journal.close()
-    assert len(read_journal(path).events) == 6
+    journal = Journal(path)
+    assert journal.append(Tick(7.0), [Record(7.0, "z", None, {})])[0].seq == 7
+    journal.close()
 
 
 def test_one_writer_at_a_time(tmp_path):
@@ -115,7 +147,7 @@ def test_one_writer_at_a_time(tmp_path):
 def test_a_full_disk_is_told_and_leaves_whole_lines(tmp_path, monkeypatch):
     path = tmp_path / "journal"
     journal = Journal(path)
-    journal.append(RECORDS[0])
+    journal.append(Tick(1.0), [RECORDS[0]])
     real = journal._file
 
     class Full:
@@ -128,9 +160,9 @@ def test_a_full_disk_is_told_and_leaves_whole_lines(tmp_path, monkeypatch):
 
     journal._file = Full()
     with pytest.raises(JournalError, match="No space left on device"):
-        journal.append(RECORDS[1])
+        journal.append(Tick(1.0), [RECORDS[1]])
     journal._file = real
-    journal.append(RECORDS[2])
+    journal.append(Tick(1.0), [RECORDS[2]])
     journal.close()
     assert [e.kind for e in read_journal(path).events] == ["cell_hello", "role"]
 
@@ -143,7 +175,7 @@ def test_a_journal_that_cannot_be_opened_is_told(tmp_path):
         read_journal(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("line", [b"", b"{}\n", b"null\n", b'{"crc":1,"event":{}}\n', b"\xff\xfe\n"])
+@pytest.mark.parametrize("line", [b"", b"{}\n", b"null\n", b'{"crc":1,"event":{}}\n', b'{"crc":0}\n', b"\xff\xfe\n"])
 def test_other_bytes_are_no_line(line):
     with pytest.raises(JournalError):
         decode(line)

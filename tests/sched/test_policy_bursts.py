@@ -29,7 +29,7 @@ def test_cells_return_when_the_data_of_the_burst_is_trained(trained, backlog, pu
     desk.tell(**{"waiting": 0, "batches_ready": 0, **backlog})
     assert [desk.role(i) for i in (0, 1)] == [Role.LEAVING if returns else Role.TRAINING] * 2
     if returns:
-        want = p.EnterRollout(version=published or 0, manifest=b"m" if published else b"")
+        want = p.EnterRollout(version=published or 0, manifest=b"m" if published else b"", registration=1)
         assert [desk.calls[i].request for i in (0, 1)] == [want, want]
 
 
@@ -76,9 +76,11 @@ def test_a_failed_cell_is_waited_for_only_as_long_as_it_may_come_back(new_desk):
     desk = new_desk(lease=20.0)
     desk.state(1, engine_alive=False)
     desk.state(0)
-    desk.at += 15.0
+    desk.tick(9.0, beats=False)
     desk.state(0)
-    desk.at += 6.0
+    desk.tick(9.0, beats=False)
+    assert "cell 1 has failed" in desk.burst().reason
+    desk.tick(3.0, beats=False)
     assert isinstance(desk.burst(), p.Granted), "its agent is silent"
 
 
@@ -165,7 +167,7 @@ def test_engines_that_stayed_in_rollout_are_refreshed_between_bursts(new_desk):
 
     desk = new_desk()
     desk.send(p.Published(version=1, manifest=b"m"))
-    assert [desk.calls[i].request for i in (0, 1)] == [p.Refresh(version=1, manifest=b"m")] * 2
+    assert [desk.calls[i].request for i in (0, 1)] == [p.Refresh(version=1, manifest=b"m", registration=1)] * 2
     assert not desk.routes.engines
 
 

@@ -36,7 +36,7 @@ def test_a_silent_agent_fails_its_cell_unless_the_scheduler_itself_slept(new_des
     for _ in range(4):
         desk.state(0)
         desk.tick(10.0, beats=False)
-    assert [desk.role(i) for i in (0, 1)] == [Role.ROLLOUT, Role.FAILED]
+    assert [desk.role(i) for i in (0, 1)] == [Role.ROLLOUT, Role.FENCED]
     assert desk.kinds("lease_expired")[0].numbers["silent"] == 40.0
     desk.tick(1000.0, beats=False)
     assert desk.role(0) is Role.ROLLOUT
@@ -52,7 +52,7 @@ def test_an_engine_that_came_back_with_old_weights_takes_new_ones_first(new_desk
     desk.state(1, engine_alive=False)
     desk.state(1, version=0, routable=True)
     assert desk.role(1) is Role.REFRESHING
-    assert desk.calls[1].request == p.Refresh(version=1, manifest=b"m")
+    assert desk.calls[1].request == p.Refresh(version=1, manifest=b"m", registration=1)
     desk.done(1)
     assert [(e.engine, e.version) for e in desk.routes.engines] == [("cell-0", 1), ("cell-1", 1)]
 

@@ -237,7 +237,7 @@ def test_continuous_admission_grants_as_soon_as_nobody_waits_and_refreshes_in_pl
     assert isinstance(desk.burst(1), p.Granted)
     desk.send(p.Terminated(execution="x0"))
     desk.send(p.Published(version=1, manifest=b"m"))
-    assert [desk.calls[i].request for i in (1, 2)] == [p.Refresh(version=1, manifest=b"m")] * 2
+    assert [desk.calls[i].request for i in (1, 2)] == [p.Refresh(version=1, manifest=b"m", registration=1)] * 2
     assert len(desk.routes.engines) == 2
     for i in range(8):
         desk.send(p.Started(execution=f"y{i}"))

@@ -65,7 +65,7 @@ def test_every_burst_ends_and_the_next_is_granted(world, shape, bursts, capacity
 faults = st.lists(
     st.tuples(
         st.floats(0, 1000),
-        st.sampled_from(["engine", "trainer", "agent", "silent", "call", "hang", "deaf", "dead"]),
+        st.sampled_from(["engine", "trainer", "agent", "silent", "call", "hang", "deaf", "dead", "scheduler"]),
         st.integers(0, 4),
     ),
     max_size=8,
@@ -98,7 +98,7 @@ def test_replacements_never_break_a_rule_nor_end_the_run(world, shape, bursts, f
 def test_a_run_goes_on_without_a_satellite_that_never_comes_back(world, cell):
     w = world(cells=3, faults=((60.0, "dead", cell),), long=300.0).run()
     _finished(w)
-    assert w.roles[cell] is Role.FAILED
+    assert w.roles[cell] is Role.FENCED
     assert w.kinds("lease_expired")
 
 
@@ -164,3 +164,17 @@ def test_some_replacements_are_counted_and_some_declined_and_bursts_end_after_th
         for kind in kinds:
             kinds[kind] += len(w.kinds(kind))
     assert min(kinds.values()) > 0, kinds
+
+
+@_CHECKS
+@given(shape=shapes, bursts=st.integers(1, 2), at=st.lists(st.floats(0, 1000), min_size=1, max_size=20), others=faults)
+def test_a_scheduler_that_is_killed_again_and_again_goes_on_from_its_journal(world, shape, bursts, at, others):
+    """The world compares the states: what is restored is what was, and nobody is bothered."""
+    killed = tuple((when, "scheduler", 0) for when in at)
+    limits = {"attempts": 50, "capacity": 8}
+    w = world(**shape, steps=bursts * shape["per_burst"], faults=(*killed, *others), settings=limits).run()
+    _finished(w)
+    assert w.policy.state.term == 1 + len(w.kinds("scheduler_started")[1:])
+    if not others:
+        assert not w.kinds("lease_expired")
+        assert all(role is Role.ROLLOUT for role in w.roles.values())

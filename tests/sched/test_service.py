@@ -170,7 +170,7 @@ async def test_a_burst_moves_both_cells_and_the_next_one_has_the_new_weights(ben
     assert all(len(a.told) == 1 for a in agents), "version 2 is not published yet"
     await bench.send(p.Published(version=2, manifest=b"two"))
     await bench.routed(("cell-0", 2), ("cell-1", 2))
-    assert [a.told[1] for a in agents] == [p.EnterRollout(version=2, manifest=b"two")] * 2
+    assert [a.told[1] for a in agents] == [p.EnterRollout(version=2, manifest=b"two", term=1, registration=1)] * 2
     assert await bench.granted(1, 8) == p.Granted(burst=1, capacity=8)
 
     epochs = [m.epoch for m in bench.seen if isinstance(m, p.Routes)]
@@ -180,7 +180,7 @@ async def test_a_burst_moves_both_cells_and_the_next_one_has_the_new_weights(ben
     journal = read_journal(tmp_path / "sched" / "journal")
     assert (journal.torn, journal.events[-1].kind) == (0, "scheduler_stopped")
     assert [e for e in journal.events if e.seq in {m.seq for m in events}] == events
-    assert set(durations(journal.events)[0]) == {r for r in Role if r is not Role.FAILED}
+    assert set(durations(journal.events)[0]) == set(Role) - {Role.FAILED, Role.FENCED}
 
 
 async def test_a_proxy_that_never_acks_is_not_waited_for_beyond_the_deadline(bench, agents):
@@ -211,7 +211,7 @@ async def test_an_agent_that_dies_is_out_of_the_routes_until_a_new_one_is_fresh(
     await agents[1].start()  # its engine serves version 0
     await bench.event("cell_hello", 1, version=0)
     await bench.routed(("cell-0", 3), ("cell-1", 3), since=since)
-    assert agents[1].told == [p.Refresh(version=3, manifest=b"three")]
+    assert agents[1].told == [p.Refresh(version=3, manifest=b"three", term=1, registration=2)]
     assert all(e.version == 3 for m in bench.seen[since:] if isinstance(m, p.Routes) for e in m.engines)
 
 

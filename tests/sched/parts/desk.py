@@ -5,6 +5,7 @@ import msgspec
 from gyre_sched import protocol as p
 from gyre_sched.actions import Answer, Call, Publish, Received, Record, Refuse, Returned, Tick
 from gyre_sched.config import SchedConfig
+from gyre_sched.leases import Leases
 from gyre_sched.policy import Policy
 from gyre_sched.protocol import Role
 
@@ -15,6 +16,7 @@ class Desk:
     def __init__(self, *, cells=2, capacity=4, per_burst=2, steps=4, proxies=("proxy",), **settings):
         self.policy = Policy(SchedConfig(cells=cells, **settings), per_burst=per_burst, steps=steps)
         self.at = 0.0
+        self.leases = Leases(cells, self.policy.config.lease, 0.0)
         self.capacity = capacity
         self.calls: dict[int, Call] = {}
         self.records: list[Record] = []
@@ -46,7 +48,9 @@ class Desk:
         return reply
 
     def send(self, request):
-        return self.take(Received(self.at, request))
+        event = Received(self.at, request)
+        self.leases.hear(event)
+        return self.take(event)
 
     def hello(self, cell, version=0):
         return self.send(
@@ -67,10 +71,10 @@ class Desk:
         """Time passes; agents are heard."""
         self.at += seconds
         if beats:
-            self.policy.state.ticked = self.at
-            for cell in self.policy.state.cells:
-                cell.heard = self.at
-        return self.take(Tick(self.at))
+            self.take(Tick(self.at))
+        else:
+            for event in self.leases.tick(self.at):
+                self.take(event)
 
     def burst(self, index=0, executions=8):
         return self.send(p.OpenBurst(burst=index, executions=executions))

@@ -21,7 +21,7 @@ class Heard:
         async with self._news:
             self.messages.append(request)
             self._news.notify_all()
-        return p.Ack()
+        return p.Registered(term=1, registration=1) if isinstance(request, p.CellHello) else p.Ack()
 
     async def state(self, true: Callable[[p.CellState], bool], since: int = 0, *, wait: float = 300.0) -> p.CellState:
         """The first CellState after the first `since` messages of which `true` holds; `wait`: seconds."""

@@ -8,16 +8,40 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from gyre_sched import protocol as p
-from gyre_sched.actions import Answer, Call, Publish, Received, Record, Refuse, Returned, Tick
+from gyre_sched.actions import Answer, Call, Input, Publish, Received, Record, Refuse, Restarted, Returned
 from gyre_sched.cell import EDGES
 from gyre_sched.config import SchedConfig
+from gyre_sched.fence import Fence
+from gyre_sched.journal import Step
+from gyre_sched.leases import Leases
 from gyre_sched.policy import Policy
 from gyre_sched.protocol import Role
+from gyre_sched.replay import restore, says_nothing_new
+
+
+def insides(value: Any) -> Any:
+    """Everything a value is made of, to compare two by."""
+    if isinstance(value, dict):
+        return {insides(k): insides(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [insides(v) for v in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    names = (
+        [n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ())] or list(vars(value))
+        if (type(value).__module__.startswith("gyre_sched") and not isinstance(value, msgspec.Struct | StrEnum))
+        else []
+    )
+    return {n: insides(getattr(value, n)) for n in names} if names else value
 
 
 @dataclass
@@ -32,6 +56,8 @@ class Agent:
     trainer: bool = True
     routable: bool = False
     busy: int = 0  # number of the call being carried out
+    instance: int = 1  # which of the cell's agents
+    fence: Fence = field(default_factory=lambda: Fence(30.0))
 
 
 @dataclass
@@ -64,12 +90,13 @@ class World:
     def __post_init__(self) -> None:
         self.config = SchedConfig(**{"cells": self.cells, "heartbeat": 2.0, **self.settings})
         self.policy = Policy(self.config, per_burst=self.per_burst, steps=self.steps)
+        self.leases = Leases(self.cells, self.config.lease, 0.0)
         self.random = random.Random(self.seed)
         self.now = 0.0
         self.records: list[Record] = []
         self.refused: list[str] = []
         self.routes = p.Routes(epoch=0, engines=())
-        self.agents = [Agent(i) for i in range(self.cells)]
+        self.agents = [Agent(i, fence=Fence(self.config.lease)) for i in range(self.cells)]
         self.roles = dict.fromkeys(range(self.cells), Role.STARTING)
         self.dispatched = self.terminated = 0  # as told to the policy
         self.ended: set[str] = set()
@@ -86,6 +113,9 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._burst_version = 0
+        self.journal: list[Step] = []
+        self._forgotten: set[int] = set()  # calls of schedulers that are gone
+        self._step(Restarted(0.0))
 
     # --- time
 
@@ -100,8 +130,7 @@ class World:
         if limit is None:  # one execution at a time, and time for failures to heal
             limit = 20_000.0 + self.groups * self.group_size * self.steps * self.long
         for i in range(self.cells):
-            self.later(self.some(self.slow), lambda i=i: self._hello(i))
-            self.later(1.0, lambda i=i: self._beat(i))
+            self.later(self.some(self.slow), lambda i=i: self._beat(i))
         for i in range(self.proxies):
             self.later(self.some(1.0), lambda i=i: self.send(p.ProxyHello(proxy=f"proxy-{i}", url=f"http://p{i}")))
         self.later(self.some(1.0), self._tell_backlog)
@@ -117,7 +146,7 @@ class World:
     @property
     def finished(self) -> bool:
         done = self.closed >= self.steps and self.policy.state.water == 0
-        return done and all(r in (Role.ROLLOUT, Role.FAILED) for r in self.roles.values())
+        return done and all(r in (Role.ROLLOUT, Role.FAILED, Role.FENCED) for r in self.roles.values())
 
     def kinds(self, kind: str) -> list[Record]:
         return [r for r in self.records if r.kind == kind]
@@ -127,13 +156,37 @@ class World:
     def send(self, request: p.Request) -> p.Reply | None:
         if isinstance(request, p.Terminated):
             self.terminated += 1
-        reply = self._take(self.policy.step(Received(self.now, request)))
+        event = Received(self.now, request)
+        self.leases.hear(event)
+        reply = self._step(event)
         assert reply is not None
         return reply if not isinstance(reply, str) else None
 
     def _tick(self) -> None:
-        self._take(self.policy.step(Tick(self.now)))
+        for event in self.leases.tick(self.now):
+            self._step(event)
         self.later(self.config.heartbeat, self._tick)
+
+    def _step(self, event: Input) -> Any:
+        if isinstance(event, Returned) and event.call in self._forgotten:
+            return None  # the scheduler that asked is gone
+        repeated = says_nothing_new(event, self.policy.state)
+        actions = self.policy.step(event)
+        if not repeated or any(not isinstance(action, Answer) for action in actions):
+            made = [a for a in actions if isinstance(a, Record)]
+            events = [p.Event(seq=i, at=r.at, kind=r.kind, cell=r.cell, numbers=r.numbers) for i, r in enumerate(made)]
+            self.journal.append(Step(event, tuple(events)))
+        return self._take(actions)
+
+    def _restart(self) -> None:
+        """The scheduler dies, and another goes on from the journal: in the same state, whatever that was."""
+        before = self.policy
+        self.policy = Policy(self.config, per_burst=self.per_burst, steps=self.steps)
+        restore(self.policy, self.journal)
+        assert insides(self.policy.state) == insides(before.state)
+        self._forgotten.update(cell.pending.call for cell in before.state.cells if cell.pending)
+        self.leases = Leases(self.cells, self.config.lease, self.now)
+        self._step(Restarted(self.now))
 
     def _take(self, actions: list[Any]) -> Any:
         reply: Any = None
@@ -153,7 +206,8 @@ class World:
                     reply = answer
                 case Refuse(reason):
                     assert reply is None
-                    self.refused.append(reason)
+                    if "say hello" not in reason:
+                        self.refused.append(reason)
                     reply = reason
         moving = [i for i, r in self.roles.items() if r in (Role.DRAINING, Role.ENTERING)]
         assert len(moving) <= 1, f"transfers are serial: {moving}"
@@ -181,7 +235,7 @@ class World:
             self.dispatched += 1
             if n["execution"] not in self.ended:
                 self.terminated += 1
-            elif any(r not in (Role.ROLLOUT, Role.STARTING, Role.FAILED) for r in self.roles.values()):
+            elif any(r not in (Role.ROLLOUT, Role.STARTING, Role.FAILED, Role.FENCED) for r in self.roles.values()):
                 assert self.dispatched - self.terminated <= n["C_R"], "what stays routable covers it"
             assert n["d"] - n["f"] == n["w"] == self.dispatched - self.terminated
         elif record.kind == "burst_granted":
@@ -207,35 +261,52 @@ class World:
 
     def _hello(self, i: int) -> None:
         agent = self.agents[i]
-        if not agent.up:
-            self.later(1.0, lambda: self._hello(i))
-        else:
-            names = {"agent": f"agent-{i}", "engine": f"cell-{i}", "engine_url": f"http://{i}"}
-            self.send(p.CellHello(cell=i, capacity=self.config.capacity, version=agent.version, **names))
+        names = {"agent": f"agent-{i}", "engine": f"cell-{i}", "engine_url": f"http://{i}"}
+        reply = self.send(
+            p.CellHello(
+                cell=i, capacity=self.config.capacity, version=agent.version, instance=str(agent.instance),
+                role=agent.mode, **names,
+            )
+        )  # fmt: skip
+        assert isinstance(reply, p.Registered)
+        assert agent.fence.registered(reply, self.now)
 
     def _state(self, i: int) -> None:
         agent = self.agents[i]
-        if agent.up and self.policy.state.cells[i].agent:
-            trainer = "training" if agent.mode == "training" else "idle"
-            self.send(
-                p.CellState(
-                    cell=i, engine_alive=agent.engine, trainer_alive=agent.trainer, trainer=trainer,
-                    version=agent.version, routable=agent.routable,
-                )
-            )  # fmt: skip
+        if not agent.up or not agent.fence.holds(self.now):
+            return
+        trainer = "training" if agent.mode == "training" else "idle"
+        reply = self.send(
+            p.CellState(
+                cell=i, engine_alive=agent.engine, trainer_alive=agent.trainer, trainer=trainer,
+                version=agent.version, routable=agent.routable, registration=agent.fence.registration,
+            )
+        )  # fmt: skip
+        if reply is None:
+            agent.fence.lapse()
+        else:
+            agent.fence.acknowledged(self.now)
 
     def _beat(self, i: int) -> None:
+        agent = self.agents[i]
+        if agent.up and not agent.fence.holds(self.now):
+            self._hello(i)
         self._state(i)
         self.later(self.config.heartbeat, lambda: self._beat(i))
 
     def _carry_out(self, call: Call) -> None:
         agent = self.agents[call.cell]
+        reason = agent.fence.refusal(call.request, self.now)
+        if agent.up and reason is not None:
+            reply = p.Fenced(term=agent.fence.term, detail=reason)
+            self.later(0.0, lambda: self._step(Returned(self.now, call.cell, call.call, reply)))
+            return
         agent.busy = call.call
         self.later(self.some(self.slow), lambda: self._end_call(call))
 
     def _end_call(self, call: Call) -> None:
         agent = self.agents[call.cell]
-        back = lambda reply: self._take(self.policy.step(Returned(self.now, call.cell, call.call, reply)))  # noqa: E731
+        back = lambda reply: self._step(Returned(self.now, call.cell, call.call, reply))  # noqa: E731
         if not agent.up or self.unanswered.get(call.cell, 0) > 0:
             self.unanswered[call.cell] = self.unanswered.get(call.cell, 0) - 1
             self.later(call.deadline, lambda: back(p.Failed(detail="no answer")))
@@ -257,6 +328,8 @@ class World:
             self.deaf.add(i % self.proxies)
         agent = self.agents[i % self.cells]
         match kind:
+            case "scheduler":
+                self._restart()
             case "engine":
                 agent.engine = agent.routable = False
                 self._state(agent.cell)
@@ -291,6 +364,7 @@ class World:
     def _agent_back(self, agent: Agent) -> None:
         agent.up = agent.engine = agent.trainer = True
         agent.mode, agent.version, agent.busy, agent.routable = "rollout", 0, 0, False
+        agent.instance, agent.fence = agent.instance + 1, Fence(self.config.lease)
         self._hello(agent.cell)
 
     # --- proxies

@@ -57,18 +57,27 @@ class Pool:
     """All engines and what sticks to them."""
 
     def __init__(self, *, backoff: float = 0.5, backoff_limit: float = 15.0) -> None:
-        self.epoch = -1
+        self.term, self.epoch = 0, -1
         self.engines: dict[str, EngineState] = {}
         self.changed = asyncio.Condition()
         self._backoff, self._limit = backoff, backoff_limit
         self._sticky: dict[str, str] = {}
         self._kv: dict[str, tuple[str, ...]] = {}  # of every engine there ever was
 
-    def update(self, epoch: int, routes: Iterable[Route], draining: Iterable[str] = (), *, reset: bool = False) -> bool:
-        """Take over the routes of `epoch`; returns False and ignores older ones, unless `reset`."""
-        if epoch < self.epoch and not reset:
+    def update(
+        self,
+        epoch: int,
+        routes: Iterable[Route],
+        draining: Iterable[str] = (),
+        *,
+        term: int = 0,
+        reset: bool = False,
+    ) -> bool:
+        """Take over the routes of `epoch`, given by the scheduler of `term`; returns False and ignores older ones: those
+        of an earlier term always, those of an earlier epoch unless `reset`."""
+        if term < self.term or (term == self.term and epoch < self.epoch and not reset):
             return False
-        self.epoch = epoch
+        self.term, self.epoch = term, epoch
         routed = {r.name: r for r in routes}
         self._kv |= {r.name: r.kv for r in routed.values()}
         leaving = set(draining)

@@ -89,7 +89,7 @@ class Link:
     async def _apply(self, routes: protocol.Routes, *, reset: bool = False) -> None:
         pool = self._pool
         engines = [Route(e.engine, e.url.rstrip("/"), e.capacity, e.version, e.lasting, e.kv) for e in routes.engines]
-        if not pool.update(routes.epoch, engines, routes.draining, reset=reset):
+        if not pool.update(routes.epoch, engines, routes.draining, term=routes.term, reset=reset):
             return
         await pool.notify()
         for name in list(self._acked):

@@ -10,29 +10,52 @@ import msgspec
 from gyre_sched import protocol as p
 
 
-class Received(msgspec.Struct, frozen=True):
+class Received(msgspec.Struct, frozen=True, tag="received"):
     """A request came over the bus; the policy answers it with `Answer` or `Refuse`."""
 
     at: float
     request: p.Request
 
 
-class Returned(msgspec.Struct, frozen=True):
+class Returned(msgspec.Struct, frozen=True, tag="returned"):
     """The agent of `cell` answered `Call` number `call`, or the call failed (`Failed`)."""
 
     at: float
     cell: int
     call: int
-    reply: p.Done | p.Failed
+    reply: p.Done | p.Failed | p.Fenced
 
 
-class Tick(msgspec.Struct, frozen=True):
-    """Time has passed."""
+class Silent(msgspec.Struct, frozen=True, tag="silent"):
+    """The leases of `cells` ran out: their agents were not heard for `seconds`, each its own."""
+
+    at: float
+    cells: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
+    """A scheduler begins, the run's first or one that goes on from the journal of those before it. `torn`: bytes that
+    were cut off the journal's end."""
+
+    at: float
+    torn: int = 0
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """This scheduler ends in order; agents, proxies and executions go on."""
 
     at: float
 
 
-Input = Received | Returned | Tick
+class Tick(msgspec.Struct, frozen=True, tag="tick"):
+    """Time has passed. `slept`: seconds this process stood still meanwhile, in which it could hear nobody."""
+
+    at: float
+    slept: float = 0.0
+
+
+Input = Received | Returned | Silent | Restarted | Stopped | Tick
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -32,6 +33,7 @@ from gyre_sched.engine.config import EngineConfig
 from gyre_sched.engine.host import EngineHost
 from gyre_sched.engine.pages import make_pages
 from gyre_sched.errors import EngineError, SchedError, TrainerError
+from gyre_sched.fence import Fence
 from gyre_sched.trainer import TrainerHost
 from gyre_transport import endpoint
 from gyre_transport.bus import Client, Server
@@ -65,6 +67,8 @@ class CellAgent:
         self._address = context.bus.address(f"agent-{cell}")
         self._scheduler = Client(context.bus.address("scheduler"), p.Reply)
         self._dirty = asyncio.Event()
+        self._fence = Fence(self._sched.lease)
+        self._instance = secrets.token_hex(8)
         self._role = "rollout"  # rollout | training | between
         self._switches: set[asyncio.Task[p.Done]] = set()  # one runs, the others wait for it
         self._switching = asyncio.Lock()
@@ -91,14 +95,18 @@ class CellAgent:
         match request:
             case p.TrainerReport():
                 return await self._report(request)
+            case p.StopCell():
+                return await self._stop_cell()
+        if reason := self._fence.refusal(request, time.monotonic()):
+            log.warning("cell %d did not take %s: %s", self.cell, type(request).__name__, reason)
+            return p.Fenced(term=self._fence.term, detail=reason)
+        match request:
             case p.EnterTraining():
                 return await self._switched(self._enter_training)
             case p.EnterRollout(version=version, manifest=manifest):
                 return await self._switched(lambda: self._enter_rollout(version, manifest))
             case p.Refresh(version=version, manifest=manifest):
                 return await self._switched(lambda: self._refresh(version, manifest))
-            case p.StopCell():
-                return await self._stop_cell()
 
     async def _report(self, report: p.TrainerReport) -> p.TrainerOrder:
         if report.cell != self.cell:
@@ -180,6 +188,8 @@ class CellAgent:
             capacity=self._sched.capacity,
             version=self.engine.version,
             kv=self._pages.addresses if self._pages else (),
+            instance=self._instance,
+            role=self._role,
         )
 
     def _state(self) -> p.CellState:
@@ -191,32 +201,43 @@ class CellAgent:
             version=self.engine.version,
             detail=self.engine.detail if not self.engine.alive else self.trainer.detail,
             routable=self.engine.alive and self._role == "rollout",
+            registration=self._fence.registration,
         )
 
-    async def _say_hello(self) -> None:
+    async def _register(self) -> None:
+        """Say hello. Raises `BusError`."""
+        sent = time.monotonic()
+        reply = await self._scheduler.call(self._hello(), deadline=5.0)
+        if not isinstance(reply, p.Registered) or not self._fence.registered(reply, sent):
+            raise BusError(f"cell {self.cell} said hello and got {reply!r}; is this scheduler the run's latest?")
+
+    async def _first_hello(self) -> None:
         end = time.monotonic() + self._sched.start_timeout
         while True:
             try:
-                await self._scheduler.call(self._hello(), deadline=5.0)
+                await self._register()
                 return
             except DeadlineExceeded:
                 if time.monotonic() > end:
                     raise
 
     async def _beat(self) -> None:
-        """Send the cell's state at every change and heartbeat."""
+        """Send the cell's state at every change and heartbeat; say hello first when the scheduler was not heard for a
+        lease, or does not know this registration."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._sched.heartbeat):
                     await self._dirty.wait()
             self._dirty.clear()
             try:
+                if not self._fence.holds(time.monotonic()):
+                    await self._register()
+                sent = time.monotonic()
                 await self._scheduler.call(self._state(), deadline=max(1.0, self._sched.heartbeat))
-            except RemoteError as e:  # a scheduler that has restarted does not know this cell
-                log.warning("the scheduler refused the state of cell %d: %s", self.cell, e)
-                if self._state().routable and self.trainer.alive:
-                    with contextlib.suppress(BusError):
-                        await self._scheduler.call(self._hello(), deadline=5.0)
+                self._fence.acknowledged(sent)
+            except RemoteError as e:
+                log.warning("the scheduler refused cell %d: %s", self.cell, e)
+                self._fence.lapse()
             except BusError as e:
                 log.warning("cell %d: %s", self.cell, e)
 
@@ -250,7 +271,7 @@ class CellAgent:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.engine.start())
             group.create_task(self.trainer.start(deadline=self._sched.start_timeout))
-        await self._say_hello()
+        await self._first_hello()
         log.info("cell %d is up after %.1f s: %s", self.cell, time.monotonic() - began, self.engine.url)
         ready(engine_url=self.engine.url, engine_pid=self.engine.pid, trainer_pid=self.trainer.pid)
         async with asyncio.TaskGroup() as group:

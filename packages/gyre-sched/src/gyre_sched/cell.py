@@ -3,6 +3,7 @@
 STARTING ──▶ ROLLOUT ──▶ DRAINING ──▶ ENTERING ──▶ TRAINING ──▶ LEAVING ──▶ REFRESHING ──▶ ROLLOUT
                 └─────────────────────────────────────────────────────────────▲   (new weights, no training)
 every role ──▶ FAILED ──▶ REFRESHING | ROLLOUT
+every role but STARTING ──▶ FENCED ──▶ FAILED   (its agent was silent for a lease; it is heard again)
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from types import MappingProxyType
 
 from gyre_sched.config import SchedConfig
 from gyre_sched.errors import IllegalEdge
-from gyre_sched.protocol import CellStatus, EnterRollout, EnterTraining, Refresh, Role
+from gyre_sched.protocol import CellState, CellStatus, EnterRollout, EnterTraining, Refresh, Role
 
+_LOST = frozenset({Role.FAILED, Role.FENCED})
 EDGES: MappingProxyType[Role, frozenset[Role]] = MappingProxyType(
     {
         Role.STARTING: frozenset({Role.ROLLOUT, Role.REFRESHING, Role.FAILED}),
-        Role.ROLLOUT: frozenset({Role.DRAINING, Role.REFRESHING, Role.FAILED}),
-        Role.DRAINING: frozenset({Role.ENTERING, Role.ROLLOUT, Role.FAILED}),  # ROLLOUT: the drain was cancelled
-        Role.ENTERING: frozenset({Role.TRAINING, Role.FAILED}),
-        Role.TRAINING: frozenset({Role.LEAVING, Role.FAILED}),
-        Role.LEAVING: frozenset({Role.REFRESHING, Role.FAILED}),
-        Role.REFRESHING: frozenset({Role.ROLLOUT, Role.FAILED}),
-        Role.FAILED: frozenset({Role.REFRESHING, Role.ROLLOUT}),
+        Role.ROLLOUT: _LOST | {Role.DRAINING, Role.REFRESHING},
+        Role.DRAINING: _LOST | {Role.ENTERING, Role.ROLLOUT},  # ROLLOUT: the drain was cancelled
+        Role.ENTERING: _LOST | {Role.TRAINING},
+        Role.TRAINING: _LOST | {Role.LEAVING},
+        Role.LEAVING: _LOST | {Role.REFRESHING},
+        Role.REFRESHING: _LOST | {Role.ROLLOUT},
+        Role.FAILED: frozenset({Role.REFRESHING, Role.ROLLOUT, Role.FENCED}),
+        Role.FENCED: frozenset({Role.FAILED}),  # heard again
     }
 )
 
@@ -52,7 +55,7 @@ class Pending:
 
 @dataclass(slots=True)
 class Cell:
-    """One cell as the scheduler knows it. `since`, `heard` and `retry_at` are times of the events' clock."""
+    """One cell as the scheduler knows it. `since` and `retry_at` are times of the events' clock."""
 
     index: int
     role: Role = Role.STARTING
@@ -61,6 +64,8 @@ class Cell:
     url: str = ""
     kv: tuple[str, ...] = ()  # where its KV pages are asked for
     agent: str = ""
+    instance: str = ""  # of the agent's process
+    registration: int = 0  # the last one given out
     capacity: int = 0  # C_e
     version: int = 0
     engine_alive: bool = False
@@ -69,7 +74,7 @@ class Cell:
     routable: bool = False  # the agent says that a failed engine is back, refreshed and probed
     suspect: bool = False  # a role change failed half-way: only one that succeeds makes the engine trusted again
     trainer: str = "idle"
-    heard: float = 0.0
+    state: CellState | None = None  # as its agent told it last
     retry_at: float = 0.0
     enter_failures: int = 0  # consecutive
     return_failures: int = 0
@@ -103,8 +108,8 @@ class Cell:
 
     def mending(self, at: float, config: SchedConfig) -> bool:
         """Failed, but its agent is there and may still bring it back: worth waiting for before a burst."""
-        heard = bool(self.agent) and at - self.heard <= config.lease
-        return self.role is Role.FAILED and heard and not self.lost(config) and at - self.since < config.return_timeout
+        told = self.role is Role.FAILED and bool(self.agent)
+        return told and not self.lost(config) and at - self.since < config.return_timeout
 
     def lost(self, config: SchedConfig) -> bool:
         """Returning to rollout failed too often: only a new agent brings the cell back."""

@@ -51,3 +51,15 @@ class WeightsUnknown(EngineError):
 
 class TrainerError(SchedError):
     """A trainer did not become what it was ordered to be, or ended for good."""
+
+
+class TraceError(SchedError):
+    """A trace of agent runs cannot be read."""
+
+
+class ScenarioError(SchedError):
+    """A simulation was asked for that makes no sense, or did not come to an end."""
+
+
+class Superseded(SchedError):
+    """Another scheduler of a later term gives the run's orders; this one must end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from gyre_sched import rules
 from gyre_sched.actions import Action, Call, Record
 from gyre_sched.cell import Cell, Pending
@@ -45,8 +47,16 @@ class Motions:
 
     def _call(self, cell: Cell, request: EnterTraining | EnterRollout | Refresh, deadline: float) -> None:
         self.state.calls += 1
-        cell.pending = Pending(self.state.calls, request)
-        self.out.append(Call(cell.index, cell.agent, self.state.calls, request, deadline))
+        order = msgspec.structs.replace(request, term=self.state.term, registration=cell.registration)
+        cell.pending = Pending(self.state.calls, order)
+        self.out.append(Call(cell.index, cell.agent, self.state.calls, order, deadline))
+
+    def again(self, cell: Cell) -> None:
+        """Give the order that is not answered once more: the one who was given it, or who gave it, is another now."""
+        if cell.pending is not None:
+            entering = isinstance(cell.pending.request, EnterTraining)
+            deadline = self.config.enter_timeout if entering else self.config.return_timeout
+            self._call(cell, cell.pending.request, deadline)
 
     def enter(self, cell: Cell, at: float) -> None:
         """DRAINING -> ENTERING."""
@@ -79,14 +89,16 @@ class Motions:
             cell.return_failures = 0
             self.move(cell, Role.ROLLOUT, at)
 
-    def fail(self, cell: Cell, at: float, kind: str, retry_after: float, numbers: Numbers) -> None:
+    def fail(
+        self, cell: Cell, at: float, kind: str, retry_after: float, numbers: Numbers, to: Role = Role.FAILED
+    ) -> None:
         """Take a cell out of everything; the policy brings it back."""
         self.record(kind, at, cell, {"role": cell.role.value, **numbers})
         if self.state.moving and self.state.moving.cell == cell.index:
             self.state.moving = None
         cell.pending, cell.routable, cell.trainer_lost, cell.retry_at = None, False, None, at + retry_after
-        if cell.role is not Role.FAILED:
-            self.move(cell, Role.FAILED, at)
+        if cell.role is not to:
+            self.move(cell, to, at)
 
     def enter_failed(self, cell: Cell, at: float, detail: str) -> None:
         """The cell could not enter training, or lost its trainer for good."""

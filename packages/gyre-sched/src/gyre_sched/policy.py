@@ -13,10 +13,22 @@ from collections.abc import Iterable
 
 from gyre_sched import protocol as p
 from gyre_sched import rules
-from gyre_sched.actions import Action, Answer, Input, Publish, Received, Refuse, Returned
-from gyre_sched.cell import Cell
+from gyre_sched.actions import (
+    Action,
+    Answer,
+    Input,
+    Publish,
+    Received,
+    Refuse,
+    Restarted,
+    Returned,
+    Silent,
+    Stopped,
+    Tick,
+)
+from gyre_sched.cell import PASSING, Cell
 from gyre_sched.config import SchedConfig
-from gyre_sched.errors import Refused, SchedError
+from gyre_sched.errors import Refused, SchedError, Superseded
 from gyre_sched.motions import Motions, Numbers
 from gyre_sched.order import longest_first
 from gyre_sched.outlook import Outlook, outlook
@@ -34,12 +46,11 @@ class Policy:
         *,
         per_burst: int,
         steps: int,
-        epoch: int = 0,
         at: float = 0.0,
         durations: Iterable[float] = (),
     ) -> None:
-        """per_burst: batches of a burst; steps: optimizer steps of the run; epoch: the last routes epoch of an earlier
-        scheduler of this run; at: now; durations: seconds that past executions took, to predict from.
+        """per_burst: batches of a burst; steps: optimizer steps of the run; at: now; durations: seconds that past
+        executions took, to predict from.
 
         Raises `SchedError` when a burst alone would break the bound on staleness."""
         bound = rules.staleness_bound(config, per_burst)
@@ -53,7 +64,6 @@ class Policy:
         self.steps = steps
         self.state = State(
             config.cells + config.standalone,
-            epoch=epoch,
             at=at,
             durations=durations,
             bursts=2 + bound // per_burst,
@@ -72,8 +82,15 @@ class Policy:
             last = self._received(event.request, event.at)
         elif isinstance(event, Returned):
             self._returned(event)
+        elif isinstance(event, Silent):
+            self._silent(event)
+        elif isinstance(event, Restarted):
+            self._restarted(event)
+        elif isinstance(event, Stopped):
+            self._do.record("scheduler_stopped", event.at)
+            return self._do.out
         else:
-            self._tick(event.at)
+            self._tick(event)
         self._decide(event.at)
         if isinstance(event, Received):
             if isinstance(event.request, p.ProxyHello):
@@ -142,6 +159,9 @@ class Policy:
         if cell.pending is None or cell.pending.call != event.call:
             self._do.record("late_answer", at, cell, {"call": event.call, "answer": type(reply).__name__})
             return
+        if isinstance(reply, p.Fenced):
+            self._fenced(cell, at, reply)
+            return
         request, cell.pending = cell.pending.request, None
         if isinstance(request, p.EnterTraining):
             if isinstance(reply, p.Failed):
@@ -159,6 +179,16 @@ class Policy:
             self._do.return_failed(cell, at, detail)
         else:
             self._refreshed(cell, at, reply)
+
+    def _fenced(self, cell: Cell, at: float, reply: p.Fenced) -> None:
+        """The agent did not take the order, which stays pending: it is given again when the agent is registered anew.
+        Raises `Superseded` when it takes orders of a later term: this scheduler is not the run's any more."""
+        if reply.term > self.state.term:
+            raise Superseded(
+                f"cell {cell.index} takes orders of term {reply.term}, this scheduler's is {self.state.term}: another "
+                "scheduler of this run was started since; this one ends"
+            )
+        self._do.record("fenced", at, cell, {"term": reply.term, "detail": reply.detail})
 
     def _entered(self, cell: Cell, at: float, reply: p.Done) -> None:
         began = self.state.moving.began if self.state.moving else at
@@ -178,17 +208,32 @@ class Policy:
 
     # --- time ---------------------------------------------------------------------------------------------------
 
-    def _tick(self, at: float) -> None:
-        state, config = self.state, self.config
-        if at - state.ticked > config.lease / 2:  # this process slept, so it could hear nobody: no lease ran out
-            self._do.record("slept", at, None, {"seconds": at - state.ticked})
-            for cell in state.cells:
-                cell.heard = at
-        state.ticked = at
+    def _silent(self, event: Silent) -> None:
+        for index, seconds in zip(event.cells, event.seconds, strict=True):
+            cell = self.state.cells[index]
+            if cell.role not in (Role.STARTING, Role.FENCED):
+                self._do.fail(cell, event.at, "lease_expired", 0.0, {"silent": seconds}, Role.FENCED)
+
+    def _restarted(self, event: Restarted) -> None:
+        """Everything is as the journal says; orders whose answers the scheduler before could not hear are given again,
+        and what has a deadline has it from now on."""
+        state, at = self.state, event.at
+        state.term += 1
         for cell in state.cells:
-            if cell.role not in (Role.STARTING, Role.FAILED) and at - cell.heard > config.lease:
-                self._do.fail(cell, at, "lease_expired", 0.0, {"silent": at - cell.heard})
-            elif cell.role is Role.TRAINING and cell.trainer_lost is not None:
+            if cell.role in PASSING:
+                cell.since = at
+            self._do.again(cell)
+        state.quiet_since = at
+        self._do.reroute()
+        numbers: Numbers = {"cells": len(state.cells), "torn": event.torn, "term": state.term, **state.numbers()}
+        self._do.record("scheduler_started", at, None, numbers)
+
+    def _tick(self, event: Tick) -> None:
+        at, state, config = event.at, self.state, self.config
+        if event.slept:
+            self._do.record("slept", at, None, {"seconds": event.slept})
+        for cell in state.cells:
+            if cell.role is Role.TRAINING and cell.trainer_lost is not None:
                 if at - cell.trainer_lost > config.enter_timeout:
                     self._do.enter_failed(cell, at, f"no trainer for {config.enter_timeout:g} s")
             elif cell.overdue(at, config):
@@ -268,7 +313,7 @@ class Policy:
     def _recover(self, cell: Cell, at: float) -> None:
         """A failed cell is admitted when its agent says that it is routable, and is told to return when it does not."""
         config = self.config
-        if not cell.engine_alive or at - cell.heard > config.lease or cell.lost(config):
+        if not cell.engine_alive or cell.lost(config):
             return
         if cell.routable and cell.trainer == "idle" and not cell.suspect:
             self._do.admit(cell, at)

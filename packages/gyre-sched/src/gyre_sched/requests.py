@@ -175,27 +175,48 @@ class Requests:
         if any(c.engine == m.engine for c in self._state.cells if c is not cell):
             raise Refused(f"cell {m.cell}: engine {m.engine!r} belongs to another cell; engine names are unique")
         known = (cell.agent, cell.engine, cell.url, cell.capacity) == (m.agent, m.engine, m.engine_url, m.capacity)
-        if known and cell.role is Role.ROLLOUT:
-            cell.heard = at
-            return p.Ack()  # said again
+        if known and cell.instance == m.instance and (m.instance or cell.role is Role.ROLLOUT):
+            self._register(cell, at)
+            self._do.again(cell)
+            return p.Registered(term=self._state.term, registration=cell.registration)
+        if m.role != "rollout":
+            raise Refused(f"cell {m.cell} is new here and can only join from rollout, its role is {m.role!r}")
+        if cell.role is Role.FENCED:
+            self._do.move(cell, Role.FAILED, at)
         if cell.role not in (Role.STARTING, Role.FAILED):
             self._do.fail(cell, at, "agent_restarted", 0.0, {})
         cell.agent, cell.engine, cell.url, cell.capacity = m.agent, m.engine, m.engine_url, m.capacity
-        cell.version, cell.kv, cell.heard, cell.trainer = m.version, m.kv, at, "idle"
+        cell.version, cell.kv, cell.trainer, cell.instance, cell.state = m.version, m.kv, "idle", m.instance, None
         cell.engine_alive, cell.trainer_alive = True, cell.index < self._config.cells
         cell.enter_failures = cell.return_failures = 0
         cell.suspect = False
         self._do.record(
             "cell_hello", at, cell, {"engine": m.engine, "url": m.engine_url, "C_e": m.capacity, "version": m.version}
         )
+        self._register(cell, at)
         self._do.admit(cell, at)
-        return p.Ack()
+        return p.Registered(term=self._state.term, registration=cell.registration)
+
+    def _register(self, cell: Cell, at: float) -> None:
+        """What was ordered before is void; a fenced cell may be brought back."""
+        cell.registration += 1
+        if cell.role is Role.FENCED:
+            self._do.move(cell, Role.FAILED, at)
+        self._do.record("registered", at, cell, {"registration": cell.registration, "term": self._state.term})
 
     def _cell_state(self, m: p.CellState, at: float) -> p.Reply:
         cell = self._cell(m.cell)
         if not cell.agent:
             raise Refused(f"cell {m.cell} sent its state before CellHello; say hello first")
-        cell.heard, cell.trainer = at, m.trainer
+        if cell.instance and m.registration != cell.registration:
+            raise Refused(
+                f"cell {m.cell} has registration {cell.registration!r}, got the state of {m.registration!r}; say hello"
+            )
+        if cell.role is Role.FENCED:
+            if cell.instance:
+                raise Refused(f"cell {m.cell} was silent for a lease; say hello to be registered anew")
+            self._do.move(cell, Role.FAILED, at)
+        cell.state, cell.trainer = m, m.trainer
         self._engine_seen(cell, m, at)
         self._trainer_seen(cell, m, at)
         if cell.role is Role.FAILED:

@@ -2,7 +2,7 @@
 
     bus requests ──▶ Received ─┐                  ┌─▶ Answer, Refuse ──▶ bus replies
     agents' answers ▶ Returned ┼─▶ Policy.step ───┼─▶ Record ──▶ journal, then published as Event
-    clock ─────────▶ Tick ─────┘                  ├─▶ Publish ─▶ published as Routes
+    clock ──▶ Tick, Silent ────┘                  ├─▶ Publish ─▶ published as Routes
                                                   └─▶ Call ────▶ a task a call; its end is a Returned
 
 A step is never interrupted: inputs are taken one at a time, in the order in which they came.
@@ -19,11 +19,25 @@ from pathlib import Path
 from typing import Any
 
 from gyre_sched import protocol as p
-from gyre_sched.actions import Answer, Call, Input, Publish, Received, Record, Refuse, Returned, Tick
+from gyre_sched.actions import (
+    Action,
+    Answer,
+    Call,
+    Input,
+    Publish,
+    Received,
+    Record,
+    Refuse,
+    Restarted,
+    Returned,
+    Stopped,
+)
 from gyre_sched.config import SchedConfig
 from gyre_sched.errors import Refused, SchedError
 from gyre_sched.journal import Journal
+from gyre_sched.leases import Leases
 from gyre_sched.policy import Policy
+from gyre_sched.replay import restore, says_nothing_new
 from gyre_transport.bus import Client, Publisher, Server
 from gyre_transport.config import section
 from gyre_transport.errors import BusError
@@ -48,11 +62,20 @@ class Service:
         per_burst: int,
         steps: int,
     ) -> None:
-        """Raises `JournalError` when the journal cannot be written."""
+        """Goes on where the journal ends, if there is one. Raises `JournalError` when it cannot be read or written."""
         self._config = config
-        self._clock = time.time() - time.monotonic()  # unix seconds that never go back
         self._journal = Journal(journal)
-        self._policy = Policy(config, per_burst=per_burst, steps=steps, epoch=self._journal.epoch, at=self._now())
+        before = self._journal.before
+        # unix seconds that never go back, not even behind what an earlier scheduler wrote
+        self._clock = max(time.time(), before[-1].input.at if before else 0.0) - time.monotonic()
+        began = before[0].input.at if before else self._now()
+        self._policy = Policy(config, per_burst=per_burst, steps=steps, at=began)
+        try:
+            restore(self._policy, before)
+        except BaseException:
+            self._journal.close()
+            raise
+        self._leases = Leases(len(self._policy.state.cells), config.lease, self._now())
         self._server = Server(address, p.Request, self._handle)
         self._publisher = Publisher(events_address, p.Publication, heartbeat=config.heartbeat)
         self._agents: dict[str, Client] = {}
@@ -74,10 +97,7 @@ class Service:
 
     async def start(self) -> None:
         """Bind both sockets and begin. Raises `BusError`."""
-        record = Record(
-            self._now(), "scheduler_started", None, {"cells": self._config.cells, "torn": self._journal.torn}
-        )
-        self._write(record)
+        self._step(Restarted(self._now(), self._journal.torn))
         await self._publisher.start()
         await self._server.start()
         self._loops = [asyncio.create_task(self._beat()), asyncio.create_task(self._send())]
@@ -98,7 +118,8 @@ class Service:
             await client.close()
         await self._publisher.close()
         try:
-            self._write(Record(self._now(), "scheduler_stopped", None, {}))
+            if not self.failed.done():
+                self._step(Stopped(self._now()))
         finally:
             self._journal.close()
 
@@ -115,14 +136,17 @@ class Service:
     # --- inputs -------------------------------------------------------------------------------------------------
 
     async def _handle(self, request: p.Request) -> p.Reply:
-        reply = self._step(Received(self._now(), request))
+        event = Received(self._now(), request)
+        self._leases.hear(event)
+        reply = self._step(event)
         if reply is None:
             raise SchedError(f"{type(request).__name__} was not answered; this is a bug in the policy")
         return reply
 
     async def _beat(self) -> None:
         while True:
-            self._step(Tick(self._now()))
+            for event in self._leases.tick(self._now()):
+                self._step(event)
             self._queue(self._policy.state.routes())
             await asyncio.to_thread(self._journal.sync)
             await asyncio.sleep(self._config.heartbeat)
@@ -135,8 +159,10 @@ class Service:
             reply = await client.call(call.request, deadline=call.deadline)
         except BusError as e:
             reply = p.Failed(detail=str(e))
-        if not isinstance(reply, p.Done | p.Failed):
-            reply = p.Failed(detail=f"expected Done or Failed, got {reply!r}; is the agent another version of Gyre?")
+        if not isinstance(reply, p.Done | p.Failed | p.Fenced):
+            reply = p.Failed(
+                detail=f"expected Done, Failed or Fenced, got {reply!r}; is the agent another version of Gyre?"
+            )
         self._step(Returned(self._now(), call.cell, call.call, reply))
 
     # --- actions ------------------------------------------------------------------------------------------------
@@ -145,10 +171,10 @@ class Service:
         """Take one input and carry out what follows; returns the reply, if one is due. Raises `Refused`."""
         reply: p.Reply | None = None
         try:
+            repeated = says_nothing_new(event, self._policy.state)
             actions = self._policy.step(event)
-            for action in actions:  # written down before anything is done about it
-                if isinstance(action, Record):
-                    self._write(action)
+            if not repeated or any(not isinstance(action, Answer) for action in actions):
+                self._write(event, actions)  # before anything is done about it
         except Exception as e:  # neither a half-taken step nor a lost line can be gone on from
             if not self.failed.done():
                 self.failed.set_exception(e)
@@ -167,8 +193,9 @@ class Service:
                     raise Refused(reason)
         return reply
 
-    def _write(self, record: Record) -> None:
-        self._queue(self._journal.append(record))
+    def _write(self, event: Input, actions: list[Action]) -> None:
+        for written in self._journal.append(event, [a for a in actions if isinstance(a, Record)]):
+            self._queue(written)
 
     def _queue(self, publication: p.Publication) -> None:
         try:

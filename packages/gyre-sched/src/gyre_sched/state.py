@@ -119,7 +119,6 @@ class State:
         self,
         cells: int,
         *,
-        epoch: int = 0,
         at: float = 0.0,
         durations: Iterable[float] = (),
         bursts: int = 2,
@@ -136,7 +135,7 @@ class State:
         self.per_burst = per_burst
         self.staleness_bound = staleness_bound
         self.held: int | None = None  # the cell that might leave by the water level and is kept, as last recorded
-        self.cells = [Cell(i, since=at, heard=at) for i in range(cells)]
+        self.cells = [Cell(i, since=at) for i in range(cells)]
         self.by_role: dict[Role, set[int]] = {role: set() for role in Role}
         self.by_role[Role.STARTING] = set(range(cells))
         self.proxies: dict[str, str] = {}  # name -> url
@@ -149,12 +148,12 @@ class State:
         self.published: Published | None = None
         self.moving: Transfer | None = None
         self.wanted: Wanted | None = None
-        self.epoch = epoch
+        self.term = 0  # which of the run's schedulers decides
+        self.epoch = 0
         self.calls = 0
         self.bare_since: float | None = None  # work, and no engine to route it to
         self.stopping: str | None = None
         self.halted: str | None = None
-        self.ticked = at
         self._capacity: int | None = None
 
     @property
@@ -212,6 +211,7 @@ class State:
     def routes(self) -> Routes:
         """The routing state as it stands."""
         return Routes(
+            term=self.term,
             epoch=self.epoch,
             engines=tuple(
                 Engine(engine=c.engine, url=c.url, capacity=c.capacity, version=c.version, lasting=c.index, kv=c.kv)

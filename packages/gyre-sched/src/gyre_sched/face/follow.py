@@ -14,6 +14,7 @@ from gyre_sched.face.chronicle import Chronicle
 from gyre_sched.face.picture import Picture, picture
 from gyre_sched.face.readings import read_counters, read_steps
 from gyre_sched.journal import decode
+from gyre_sched.protocol import Event
 from gyre_transport.config import load, section
 from gyre_transport.errors import ConfigError
 from gyre_transport.run import RunConfig, RunDir
@@ -68,12 +69,13 @@ class Follower:
         whole = data[: data.rfind(b"\n") + 1]
         for line in whole.splitlines(keepends=True):
             try:
-                event = decode(line)
+                item = decode(line)
             except JournalError as e:
                 self._damage = f"at byte {self._offset}: {e}"
                 return False  # a torn tail that its next writer cuts, or damage: nothing after it can be trusted
             self._damage = ""
-            self._chronicle.take(event)
+            if isinstance(item, Event):
+                self._chronicle.take(item)
             self._offset += len(line)
         return len(data) == _CHUNK and bool(whole)
 
