@@ -70,6 +70,7 @@ def make_pages(config: KvConfig, engine: EngineConfig, model: Path, context: Con
         lease=config.lease,
         namespaces=engine.refresh_pause == "in_place",
         counts=str(context.dir.metrics / f"kv-{cell}"),
+        keys=context.bus.keys,
         transport=context.transport,
     )
     return Pages(linker, config.hold)

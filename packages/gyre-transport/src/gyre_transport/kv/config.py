@@ -42,6 +42,7 @@ class LinkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lease: float = 30.0
     namespaces: bool = False  # requests of different weights never share a page: weights change under running requests
     counts: str = ""  # file for the counters, without ".json"; a rank beyond the first appends its number
+    keys: str = ""  # file with the run's keys, for services that others reach
     transport: TransportConfig = TransportConfig()
 
 

@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_serving
 
 from gyre_transport import endpoint
+from gyre_transport import keys as run_keys
 from gyre_transport.descriptor import Content
 from gyre_transport.kv.config import LinkerConfig, linker_config
 from gyre_transport.kv.counts import Counts
@@ -63,6 +64,8 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if len(components) != 1:
             raise UnfitPool(f"expected one kind of KV, got {sorted(map(str, components))}; set kv.moves = false")
         endpoint.configure(config.transport)
+        if config.keys:
+            run_keys.use(run_keys.load(Path(config.keys)))
         self.forward_stream = forward_stream
         self._pool = PoolPages(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
         self.pools: dict[Any, object] = {PoolName.KV: self._pool}

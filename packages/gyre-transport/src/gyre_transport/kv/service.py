@@ -20,6 +20,7 @@ from gyre_transport.errors import (
     DeadlineExceeded,
     OtherContent,
     RemoteError,
+    ShapeMismatch,
     TransportError,
     Unreachable,
 )
@@ -235,7 +236,7 @@ def _failure(e: Exception) -> str:
             return "full"
         case DeadlineExceeded() | TimeoutError():
             return "deadline"
-        case OtherContent() | RemoteError():
+        case OtherContent() | ShapeMismatch() | RemoteError():
             return "refused"
         case TransportError():
             return "unreachable"
