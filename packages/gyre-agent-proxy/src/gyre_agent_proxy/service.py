@@ -16,43 +16,22 @@ import msgspec
 from gyre_agent_proxy.attempt import Attempt
 from gyre_agent_proxy.budget import fit
 from gyre_agent_proxy.constraint import Demand, constrain
-from gyre_agent_proxy.conversation import Conversation, Reply, Request, Sampling, ToolCall, digest
+from gyre_agent_proxy.conversation import Reply, Request, ToolCall, digest
 from gyre_agent_proxy.errors import EngineError, ExecutionEnded, NoEngine, ProxyError, RecordError, TooBusy
+from gyre_agent_proxy.executions import Execution, Executions
 from gyre_agent_proxy.generate import Engines, Generation
-from gyre_agent_proxy.history import History, Node, Plan
-from gyre_agent_proxy.memo import call_of, node_of, recorded
+from gyre_agent_proxy.history import Node, Plan
+from gyre_agent_proxy.memo import call_of, node_of
 from gyre_agent_proxy.output import Output
 from gyre_agent_proxy.parse import reasoning_tokens
 from gyre_agent_proxy.recorder import Recorder
 from gyre_agent_proxy.render import Renderer
 from gyre_agent_proxy.roles import Roles, tool_names
-from gyre_traj.log import Log
-from gyre_traj.records import Delivered, unpack_ids
+from gyre_traj.records import Delivered
 
 log = logging.getLogger(__name__)
 
-_NOTHING = Conversation(messages=())
-_SAMPLING = Sampling(max_tokens=1)
 _NO_DEMAND = Demand()
-_KEPT = 64  # undelivered answers kept for a repeated request, per execution
-
-
-class Execution:
-    """History and attempts of one execution."""
-
-    def __init__(self, name: str, history: History) -> None:
-        self.name = name
-        self.history = history
-        self.sampled = 0  # tokens
-        self.attempts: dict[str, Attempt] = {}  # by request digest: running, or answered and not delivered
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.failing = ""  # why the last call failed, if it did and not by its own fault
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is more to it than its log tells: an open call, an answer on its way, a failure."""
-        leaving = any(not a.unattended.is_set() for a in self.attempts.values())
-        return bool(self.tasks or self.failing or leaving)
 
 
 class Service:
@@ -63,11 +42,10 @@ class Service:
         self._engines = engines
         self._recorder = recorder
         self._roles = roles
-        self._executions: dict[str, Execution] = {}
-        self._ended: set[str] = set()
         self._open = 0
         self._stopping = False
         self.metrics = engines.metrics
+        self._executions = Executions(renderer, recorder, engines.pool, self.metrics, engines.config.executions)
 
     def submit(self, name: str, request: Request, headers: Mapping[str, str]) -> Attempt:
         """Return the attempt that answers `request` of execution `name`; an equal request in flight is joined.
@@ -77,7 +55,7 @@ class Service:
         """
         if self._stopping:
             raise NoEngine("the proxy is stopping; ask again when it is back")
-        execution = self._execution(name)
+        execution = self._executions.open(name)
         if caller := self._roles.caller(headers):
             request = msgspec.structs.replace(request, digest=digest(request.digest, *caller).hex())
         earlier = execution.attempts.get(request.digest)
@@ -115,9 +93,7 @@ class Service:
 
     def count(self, name: str, request: Request) -> int:
         """Tokens of the prompt that `submit` would send; changes nothing. Raises as `submit` does."""
-        known = name in self._executions or name in self._ended or self._recorder.path(name).is_file()
-        history = self._execution(name).history if known else History(self._renderer)
-        return len(history.plan(request.conversation).prompt)
+        return len(self._executions.history(name).plan(request.conversation).prompt)
 
     @property
     def context(self) -> int:
@@ -149,12 +125,11 @@ class Service:
 
         Idempotent. Raises `RecordError`.
         """
-        self._ended.add(name)
+        self._executions.end(name)
         if (execution := self._executions.get(name)) is not None:
             await self._stop(execution, deadline)
-            self._executions.pop(name, None)
-            self._engines.pool.forget(name)
-            self._recorder.close(name)
+            if self._executions.get(name) is execution:  # nobody else closed it meanwhile
+                self._executions.forget(name)
         return self._recorder.count(name)
 
     async def stop(self, deadline: float = 15.0) -> None:
@@ -202,57 +177,6 @@ class Service:
             },
         }
 
-    def _execution(self, name: str) -> Execution:
-        if name in self._ended:
-            raise ExecutionEnded(f"execution {name!r} was closed; its log is complete and takes no further call")
-        execution = self._executions.get(name)
-        if execution is None:
-            before = self._recorder.open(name)
-            execution = Execution(name, History(self._renderer))
-            if before is not None:
-                try:
-                    self._rebuild(execution, before)
-                except Exception as e:
-                    self._recorder.close(name)
-                    raise RecordError(f"{name!r} cannot be continued from its log: {type(e).__name__}: {e}") from e
-            else:
-                self.metrics.add("executions")
-            self._executions[name] = execution
-            self._set_aside()
-        else:  # last in the order of silence
-            self._executions[name] = self._executions.pop(name)
-        return execution
-
-    def _set_aside(self) -> None:
-        """Forget the executions that are silent longest, beyond `proxy.executions`: their logs have all there is."""
-        over = len(self._executions) - self._engines.config.executions
-        if over <= 0:
-            return
-        *earlier, _ = self._executions.values()
-        for execution in [e for e in earlier if not e.busy][:over]:
-            del self._executions[execution.name]
-            self._engines.pool.forget(execution.name)
-            self.metrics.add("executions_set_aside")
-            try:
-                self._recorder.close(execution.name)
-            except RecordError as e:
-                log.error("%s: %s", execution.name, e)
-
-    def _rebuild(self, execution: Execution, before: Log) -> None:
-        """Continue an execution whose calls an earlier proxy recorded."""
-        execution.sampled = sum(len(unpack_ids(call.output)) for call in before.calls)
-        for call, node, memo in recorded(before):
-            execution.history.insert(node)
-            if not before.delivered.get(call.call):
-                request = Request(
-                    conversation=_NOTHING, sampling=_SAMPLING, dialect=call.dialect, model="", digest=memo.digest
-                )
-                attempt = Attempt(call.call, request, call.role, memo.reply.created, 0.0)
-                attempt.settle(memo.reply)
-                execution.attempts[memo.digest] = attempt
-        self._trim(execution)
-        log.info("%s: continued from its log, %d calls", execution.name, execution.history.calls)
-
     def _constrained(self, request: Request, plan: Plan) -> Request:
         """The request with the constraint that its answer is sampled under, and with what of it is not followed."""
         if request.demand == _NO_DEMAND:
@@ -287,7 +211,7 @@ class Service:
                 self._recorder.append(execution.name, Delivered(call=attempt.call, ok=False))
                 attempt.settle(
                     ExecutionEnded(f"execution {execution.name!r} was closed while this call was answered")
-                    if execution.name in self._ended
+                    if self._executions.ended(execution.name)
                     else NoEngine("the call was aborted: the proxy is stopping, or nobody waited for its answer")
                 )
                 return
@@ -305,7 +229,7 @@ class Service:
             )
         finally:
             self._open -= 1
-            self._trim(execution)
+            execution.trim()
             attempt.settle(EngineError("the call was cancelled"))
 
     async def _fail(
@@ -374,12 +298,6 @@ class Service:
         self.metrics.add("prompt_tokens", len(plan.prompt))
         self.metrics.add("completion_tokens", len(output.ids))
         return node
-
-    def _trim(self, execution: Execution) -> None:
-        """Bound what is kept for repeated requests; aborted attempts are not."""
-        done = [d for d, a in execution.attempts.items() if a.reply.done()]
-        for key in done[: max(0, len(done) - _KEPT)]:
-            del execution.attempts[key]
 
 
 def _call_id() -> str:
