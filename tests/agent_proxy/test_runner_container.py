@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
+import shutil
 import signal
 import stat
+import subprocess
 import sys
-from collections.abc import Callable
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +176,15 @@ def test_what_is_mounted_is_not_the_system_and_covers_no_workspace(box: Containe
         box.run(["x"], {}, msgspec.structs.replace(HARNESS, read=(tmp_path / "a,b",)))
 
 
+def test_a_python_with_a_shared_library_finds_it(box: Container, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = ("PATH=/bin", "LD_LIBRARY_PATH=/opt/lib")
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: 1)
+    assert box.libraries(image) == {"LD_LIBRARY_PATH": "/run/gyre/python/lib:/opt/lib"}
+    assert box.libraries(()) == {"LD_LIBRARY_PATH": "/run/gyre/python/lib"}
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: 0)
+    assert box.libraries(image) == {}
+
+
 def test_an_image_s_own_python(box: Container) -> None:
     made = msgspec.structs.replace(box, interpreter="/usr/bin/python3")
     said = options(made.run(["x"], {}, HARNESS))
@@ -278,6 +292,7 @@ class Bench:
     def __init__(self, folder: Path, script: Callable[..., None], **config: Any) -> None:
         self.folder = folder
         self.script = script
+        self.url = "http://127.0.0.1:9"
         self.config = RunnerConfig(**{"sandbox": "container", "harness": ("x",), "container_user": "image", **config})
 
     def task(self, name: str = "t", **files: str) -> Task:
@@ -312,10 +327,11 @@ class Bench:
             env={},
             folder=str(self.folder),
             model="policy",
-            base_url="http://127.0.0.1:9",
+            base_url=self.url,
             instructions=self.folder / "instructions",
             sandbox=where,
             owner=OWNER,
+            hidden=(self.folder / "tasks",),
         )
         harness.instructions.mkdir(exist_ok=True)
         (harness.instructions / f"{task.name}.md").write_text(task.instruction)
@@ -339,8 +355,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{part}" "$@"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("SCRIPTED_DOCKER", str(home))
-    monkeypatch.setattr(containers, "_OWN", containers._OWN | {"SCRIPTED_DOCKER"})
+    monkeypatch.setenv("DOCKER_SCRIPTED", str(home))
 
     def script(**said: Any) -> Path:
         (home / "script.json").write_text(json.dumps(said))
@@ -547,3 +562,127 @@ async def test_a_client_that_does_not_answer(bench: Bench, monkeypatch: pytest.M
 def test_a_rootless_docker(docker: Callable[..., Path]) -> None:
     docker(security=["name=rootless"])
     assert asyncio.run(containers.find("docker")).rootless
+
+
+# --- a real container -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A podman whose images are this test's, one of which has this machine's programs once /usr is shown in it."""
+    with tempfile.TemporaryDirectory(prefix="gyre-") as short:  # its sockets are in there
+        yield from _podman(tmp_path, Path(short), monkeypatch)
+
+
+def _podman(tmp_path: Path, short: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    program = shutil.which("podman")
+    if program is None:
+        pytest.skip("there is no podman on PATH (Debian, Ubuntu: apt-get install podman)")
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    (tmp_path / "containers.conf").write_text(
+        f'[containers]\ndefault_ulimits = ["nofile={min(soft, 1024)}:{min(soft, 1024)}", "nproc=1024:1024"]\n'
+        f'[engine]\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
+        + ('runtime = "runc"\n' if shutil.which("runc") else "")
+    )
+    (tmp_path / "storage.conf").write_text(
+        f'[storage]\ndriver = "vfs"\ngraphroot = "{short}/graph"\nrunroot = "{short}/run"\n'
+    )
+    monkeypatch.setenv("CONTAINERS_CONF", str(tmp_path / "containers.conf"))
+    monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(tmp_path / "storage.conf"))
+    root = tmp_path / "root"
+    for name in ("usr", "etc", "tmp", "root"):
+        (root / name).mkdir(parents=True)
+    (root / "root").chmod(0o700)
+    (root / "tmp").chmod(0o1777)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (root / name).symlink_to(f"usr/{name}")
+    with tarfile.open(tmp_path / "root.tar", "w") as tar:
+        tar.add(root, ".")
+    for arguments in (
+        ("import", str(tmp_path / "root.tar"), "localhost/gyre-test:1"),
+        ("run", "--rm", "--network", "none", "--volume", "/usr:/usr:ro", "localhost/gyre-test:1", "true"),
+    ):
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode:
+            pytest.skip(f"podman {arguments[0]} does not work here: {done.stderr.strip()[-300:]}")
+    yield program
+
+
+LOOK = """
+import json, os, socket, sys, urllib.request
+def refused(path):
+    try:
+        open(path, "w").close()
+    except OSError:
+        return True
+print(json.dumps({
+    "uid": os.getuid(), "cwd": os.getcwd(), "seed": open("seed.txt").read(), "key": os.environ["OPENAI_API_KEY"],
+    "pid 1": os.path.exists("/proc/1/cmdline"), "level": os.environ["LEVEL"], "home": os.environ["HOME"],
+    "interfaces": os.listdir("/sys/class/net"),
+    "proxy": urllib.request.urlopen(os.environ["ANTHROPIC_BASE_URL"] + "/x", timeout=30).read().decode(),
+    "hidden": [os.path.exists(p) for p in sys.argv[1:]], "read only": refused("/usr/x"),
+    "capabilities": [line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff")],
+}))
+with open("answer.txt", "w") as f:
+    f.write("done")
+if os.fork() == 0:
+    os.setsid()
+    import time
+    time.sleep(600)
+"""
+REAL = {
+    "task.toml": '[environment]\nmemory_mb = 256\ncpus = 0.5\n[environment.env]\nLEVEL = "3"\n',
+    "environment/Dockerfile": "FROM localhost/gyre-test:1\nWORKDIR /app\nCOPY seed.txt /app/\n",
+    "tests/test.sh": "set -e\ntest $PWD = /app\ngrep -q done answer.txt\ntest -f /tests/test.sh\n"
+    "echo 0.5 > /logs/verifier/reward.txt\n",
+}
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    body = b"asked for " + (await reader.readuntil(b"\r\n\r\n")).split()[1]
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(body), body))
+    await writer.drain()
+    writer.close()
+
+
+async def test_a_real_container(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, podman: str) -> None:
+    """Built, run, reached only by the proxy's socket, ended with all in it, scored in the same image."""
+    bench = Bench(tmp_path, lambda: None, container_client=podman, container_user="", sandbox_read=("/usr",))
+    task = bench.task(**REAL)
+    found = await bench.places(task)
+    task, where = await found.of(task)
+    assert isinstance(where, Container)
+    assert (task.environment / "seed.txt").read_text() == "seed"
+    (tmp_path / "agent.py").write_text(LOOK)
+    bench.url = "http://127.0.0.1:8123"
+    socket = tmp_path_factory.mktemp("s") / "http"
+    where = msgspec.structs.replace(where, read=(*where.read, tmp_path / "agent.py"), port=8123, socket=socket)
+    python = where.python
+    async with await asyncio.start_unix_server(answer, socket):
+        socket.chmod(0o666)
+        socket.parent.chmod(0o755)
+        end, printed = await bench.start(task, where, python, str(tmp_path / "agent.py"), str(tmp_path / "tasks"))
+    assert end.why == "exit 0", printed
+    said = json.loads(printed)
+    assert said.pop("home") == "/app"
+    assert said == {
+        "uid": 65534 if os.geteuid() == 0 else said["uid"],
+        "cwd": "/app",
+        "seed": "seed",
+        "key": "the-key",
+        "pid 1": True,
+        "level": "3",
+        "interfaces": ["lo"],
+        "proxy": "asked for /x",
+        "hidden": [False],
+        "read only": True,
+        "capabilities": ["0000000000000000"],
+    }
+    assert produced(task, bench.workspace) == ["answer.txt"]
+    outcome = await Scorer(bench.config, tmp_path / "scoring", where).score(task, "e0", bench.workspace)
+    assert (outcome.ending, outcome.score) == (Ending.SCORED, 0.5), outcome.detail
+    end, printed = await bench.start(task, where, python, "-c", "while True: pass", budget=0.5)
+    assert end.why == "budget", printed
+    end, printed = await bench.start(task, where, python, "-c", "b = bytearray(1 << 30)")
+    assert end.why in ("exit 137", "exit 1"), printed
+    assert await containers.labelled(where.client, {RUN: OWNER}) == {}

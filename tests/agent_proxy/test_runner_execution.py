@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import shutil
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from gyre_agent_proxy.runner import scoring
 from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import HarnessError
 from gyre_agent_proxy.runner.execution import fill, finish, harness, start
@@ -309,6 +313,64 @@ async def test_a_program_that_cannot_be_executed(tmp_path: Path, make_task: Call
 def test_placeholders_are_filled_once_and_other_braces_stay() -> None:
     values = {"python": sys.executable, "instruction": "use {key}", "key": "k"}
     assert fill('{"a": "{key}"} {instruction} {unknown} {', values) == '{"a": "k"} use {key} {unknown} {'
+
+
+async def test_a_workspace_that_is_too_large_is_not_tried_again(
+    tmp_path: Path, make_task: Callable[..., Task], workspace: Path
+) -> None:
+    with (workspace / "large").open("wb") as f:
+        f.truncate(2 << 20)
+    scorer = Scorer(RunnerConfig(workspace_limit_mb=1), tmp_path / "scoring")
+    outcome = await scorer.score(make_task("reward(1)"), "e", workspace)
+    assert (outcome.ending, scorer.failures) == (Ending.EVALUATOR_FAILED, 1)
+    assert "raise runner.workspace_limit_mb" in outcome.detail
+
+
+async def test_work_that_is_locked_away_is_scored(
+    tmp_path: Path, make_task: Callable[..., Task], workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A harness that makes its files unreadable gets no other try, nor are they left out."""
+    (workspace / "deep").mkdir()
+    (workspace / "deep" / "secret.txt").write_text("7")
+    (workspace / "deep" / "secret.txt").chmod(0)
+    (workspace / "deep").chmod(0)
+    (workspace / "work.txt").unlink()
+    real = shutil.copy2
+
+    def copy2(source: Path, target: Path) -> None:  # for a test that root runs, whom nothing stops
+        if not source.stat().st_mode & stat.S_IRUSR:
+            raise PermissionError(errno.EACCES, "Permission denied", str(source))
+        real(source, target)
+
+    monkeypatch.setattr(shutil, "copy2", copy2)
+    task = make_task("reward(float(sorted(pathlib.Path('deep').iterdir()) == [pathlib.Path('deep/secret.txt')]))")
+    outcome = await Scorer(RunnerConfig(), tmp_path / "scoring").score(task, "e", workspace)
+    assert (outcome.ending, outcome.score) == (Ending.SCORED, 1.0), outcome.detail
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), shutil.Error([("a", "b", os.strerror(errno.ENOSPC))])]
+)
+async def test_a_full_disk_is_not_the_evaluator_s_failure(
+    tmp_path: Path, make_task: Callable[..., Task], workspace: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """It ends the run with a clear error (test_runner_service.py), and no execution loses its result."""
+
+    def full(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(scoring, "copy", full)
+    with pytest.raises(type(error)):
+        await Scorer(RunnerConfig(), tmp_path / "scoring").score(make_task("reward(1)"), "e", workspace)
+    assert not any((tmp_path / "scoring").glob("*"))
+
+
+def test_a_reward_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "reward.json").write_text("1")
+    (tmp_path / "verifier").symlink_to("other")
+    with pytest.raises(EvaluatorFailed, match="is a link"):
+        read_reward(tmp_path / "verifier")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "dangling", "folder"])

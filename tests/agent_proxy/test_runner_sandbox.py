@@ -245,6 +245,22 @@ async def test_the_end_of_the_sandbox_is_the_end_of_all_in_it(project: Project, 
     assert alive(token) == []
 
 
+async def test_a_file_may_not_outgrow_what_a_workspace_may_hold(project: Project) -> None:
+    """Else one line of a harness fills the disk of all; what it prints goes to a file, too."""
+    project.sandbox = msgspec.structs.replace(project.sandbox, file_limit=1 << 20)
+    end, printed = await project.end("""
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with open("large", "wb", buffering=0) as f:
+    try:
+        while True:
+            f.write(bytes(1 << 18))
+    except OSError as e:
+        print(f.tell(), e.strerror)
+""")
+    assert (end.why, printed) == ("exit 0", f"{1 << 20} File too large\n")
+
+
 # --- the network ----------------------------------------------------------------------------------------------------
 
 

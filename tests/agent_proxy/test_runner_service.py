@@ -266,6 +266,57 @@ async def test_executions_without_a_result_are_replaced_in_their_group(make_worl
     assert (seen["replaced"], seen["not_replaced"]) == (4, 0)
 
 
+async def test_a_group_is_complete_although_its_members_hang(make_world: Callable[..., Any]) -> None:
+    """A harness that never ends, a verifier that never ends: nothing waits longer than their budgets."""
+    source = HARNESS.replace("raise SystemExit(1)", "time.sleep(600)").replace('"broken"', '"hang"')
+    world = await make_world(source, steps=2, budget=6.0, evaluator_timeout=6.0, evaluator_attempts=1, refills=1)
+    for task in ("one", "two"):
+        verifier = world.folder / "tasks" / task / "tests" / "verify.py"
+        verifier.write_text(VERIFY + "if answer == 'hang':\n    import time; time.sleep(600)\n")
+    async with asyncio.timeout(200):
+        await serve(world.context())
+    rows = world.rows()
+    assert {n: (rows[n].why, rows[n].ending, rows[n].state) for n in rows if n.startswith("b0-g00")} == {
+        "b0-g00-e0": ("exit 0", Ending.SCORED, State.TRAINED),
+        "b0-g00-e1": ("budget", Ending.NOTHING_TO_SCORE, State.PLACEHOLDER),
+        "b0-g00-e2": ("exit 0", Ending.EVALUATOR_FAILED, State.EXCLUDED),
+        "b0-g00-e2-r1": ("budget", Ending.NOTHING_TO_SCORE, State.PLACEHOLDER),
+    }
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The state of the scripted client that is `docker` here; see parts/docker.py."""
+    state = tmp_path / "docker"
+    (state / "pulled").mkdir(parents=True)
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    part = Path(__file__).parent / "parts" / "docker.py"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{part}" "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("DOCKER_SCRIPTED", str(state))
+    return state
+
+
+IN_CONTAINERS = {"sandbox": "container", "container_image": "example.org/tools:1", "container_user": "image"}
+
+
+async def test_an_image_that_cannot_be_had_costs_its_executions_alone(
+    make_world: Callable[..., Any], docker: Path
+) -> None:
+    """Each ends without a result, and the run goes on."""
+    world = await make_world(steps=2, **IN_CONTAINERS)
+    toml = world.folder / "tasks" / "one" / "task.toml"
+    toml.write_text('[environment]\ndocker_image = "absent:1"\n')
+    await serve(world.context())
+    rows = world.rows().values()
+    assert {row.ending for row in rows if row.task == "one"} == {Ending.ABORTED}
+    assert {row.state for row in rows if row.task == "two"} == {State.TRAINED, State.PLACEHOLDER, State.EXCLUDED}
+    assert all("pull access denied for absent:1" in row.detail for row in rows if row.task == "one")
+    assert sorted(world.started) == sorted(world.terminated) == sorted(row.id for row in rows)
+
+
 async def test_a_run_in_the_sandbox_of_this_machine(make_world: Callable[..., Any]) -> None:
     """If it has one; every part of an execution goes the same way."""
     world = await make_world(sandbox="auto")
@@ -523,6 +574,29 @@ async def test_a_killed_runner_takes_its_harnesses_along_and_their_work_is_score
         ("lost", Ending.SCORED, 0.25, State.TRAINED)
     }
     assert len(world.submitted) == 6
+
+
+async def test_a_killed_runner_takes_its_containers_along(make_world: Callable[..., Any], docker: Path) -> None:
+    world = await make_world(**IN_CONTAINERS)
+    source = WAITING.replace('pathlib.Path(os.environ["HOME"])', f'pathlib.Path("{world.folder}/run/workspaces/x")')
+    child = await started(world, source, [f"{name}.up" for name in UP])
+    running = pids(world, UP)
+    assert len(list((docker / "containers").glob("*.json"))) == 2
+    os.kill(child.pid, signal.SIGKILL)
+    assert await child.stop() == -signal.SIGKILL
+    while list((docker / "containers").glob("*.json")) or not all(gone(pid) for pid in running):
+        await asyncio.sleep(0.02)
+    world.dispatched = 0
+    (world.folder / "agent.py").write_text(HARNESS)
+    await serve(world.context())
+    rows = world.rows()
+    assert {rows[n].why for n in UP} == {"lost"}
+    assert Counter(row.ending for name, row in rows.items() if name not in UP) == {
+        Ending.SCORED: 1,
+        Ending.NOTHING_TO_SCORE: 1,
+        Ending.EVALUATOR_FAILED: 2,
+    }
+    assert list((docker / "containers").iterdir()) == []
 
 
 async def test_what_a_dead_runner_left_is_ended_by_the_next_one(

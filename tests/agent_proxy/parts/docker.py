@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A container program as `docker` is spoken to: what it starts are plain processes in folders of its own.
 
-$SCRIPTED_DOCKER is its state: images/<id>.json and rootfs/<id>/, containers/<name>.json, calls (one JSON list a line),
+$DOCKER_SCRIPTED is its state: images/<id>.json and rootfs/<id>/, containers/<name>.json, calls (one JSON list a line),
 and `script.json`, which tells it what to do wrong: {"refuse": {"run": "no space"}, "hang": ["rm"], "fail_start": true,
 "oom": true, "forget": 2 (times that rm does nothing)}. As the real one, it passes signals on, and its end does not end
 the container.
@@ -18,7 +18,7 @@ import time
 import uuid
 from pathlib import Path
 
-HOME = Path(os.environ["SCRIPTED_DOCKER"])
+HOME = Path(os.environ["DOCKER_SCRIPTED"])
 ARGS = sys.argv[1:]
 
 

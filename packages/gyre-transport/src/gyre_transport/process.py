@@ -229,7 +229,9 @@ class Child:
     def tail(self, lines: int = 12) -> str:
         """The last lines of the log, for an error message."""
         try:
-            text = self.log.read_bytes()[-8192:].decode(errors="replace")
+            with self.log.open("rb") as f:
+                f.seek(max(0, f.seek(0, os.SEEK_END) - 8192))
+                text = f.read().decode(errors="replace")
         except OSError as e:
             return f"its log {str(self.log)!r} cannot be read: {e.strerror}"
         return f"the end of its log {str(self.log)!r}:\n" + "\n".join(text.splitlines()[-lines:])

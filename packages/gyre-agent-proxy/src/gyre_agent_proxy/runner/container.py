@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from gyre_agent_proxy.runner.errors import SandboxError
 from gyre_agent_proxy.runner.sandbox import View, give
 
 _GYRE = Path("/run/gyre")  # in the container: enter.py, limits.py, proxy/, python/
+_LIBRARIES = "LD_LIBRARY_PATH"
 TESTS, LOGS = Path("/tests"), Path("/logs")  # where Harbor's verifiers look
 
 
@@ -59,6 +61,14 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
             return self.interpreter
         base, program = Path(sys.base_prefix).resolve(), Path(sys.executable).resolve()
         return str(_GYRE / "python" / program.relative_to(base)) if program.is_relative_to(base) else str(program)
+
+    @staticmethod
+    def libraries(image: Sequence[str]) -> dict[str, str]:
+        """What this runner's own Python needs to find its library there; image: the NAME=VALUE that the image sets."""
+        if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
+            return {}
+        own = [each.partition("=")[2] for each in image if each.startswith(f"{_LIBRARIES}=")]
+        return {_LIBRARIES: ":".join((str(_GYRE / "python" / "lib"), *own))}
 
     def places(self, workspace: Path, tests: Path | None = None, logs: Path | None = None) -> dict[Path, Path]:
         """Where a program sees these folders."""

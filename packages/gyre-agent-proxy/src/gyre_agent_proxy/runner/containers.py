@@ -41,6 +41,7 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     workdir: str = ""  # empty: it names none
+    env: tuple[str, ...] = ()  # NAME=VALUE
 
 
 async def find(name: str = "") -> Client:
@@ -123,7 +124,8 @@ async def image(client: Client, reference: str) -> Image | None:
         return None
     try:
         (said,) = msgspec.json.decode(printed, type=list[dict[str, Any]])
-        return Image(id=said["Id"], workdir=(said.get("Config") or {}).get("WorkingDir") or "")
+        config = said.get("Config") or {}
+        return Image(id=said["Id"], workdir=config.get("WorkingDir") or "", env=tuple(config.get("Env") or ()))
     except (msgspec.DecodeError, ValueError, KeyError) as e:
         raise ContainerError(f"{client.path} image inspect {reference} said {printed[:200]!r}: {e}") from e
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 
 import msgspec
@@ -230,6 +231,8 @@ class Journey:
 
 def _end(path: Path, characters: int = 2000) -> str:
     try:
-        return path.read_bytes()[-characters:].decode(errors="replace")
+        with path.open("rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - characters))
+            return f.read().decode(errors="replace")
     except OSError as e:
         return f"(cannot be read: {e.strerror})"

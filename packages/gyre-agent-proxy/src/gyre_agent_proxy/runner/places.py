@@ -113,7 +113,10 @@ class Places:
             socket=self.socket,
             interpreter=self._config.container_python,
             read=sandboxes.shown(self._config),
-            env=resolved(task, task.machine.env, self._config.env),
+            env={
+                **({} if self._config.container_python else Container.libraries(image.env)),
+                **resolved(task, task.machine.env, self._config.env),
+            },
             verifier_env=resolved(task, task.machine.verifier_env, self._config.env),
             cpus=task.machine.cpus,
             memory_mb=task.machine.memory_mb,

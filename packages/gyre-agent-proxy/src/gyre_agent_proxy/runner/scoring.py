@@ -5,12 +5,15 @@
     scratch/<attempt>/logs        $LOGS_DIR; the reward is read from logs/verifier/reward.json, else reward.txt
 
 What a verifier says of a bad workspace is a score, 0 included. A verifier that does not end, ends with an error, or
-leaves no number in [0, 1] has failed: it is tried again, and in the end the execution has no score.
+leaves no number in [0, 1] has failed: it is tried again, and in the end the execution has no score. A workspace that
+is too large to be copied has none at once. A full disk is nobody's failure: it ends the run, which scores again when it
+goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -28,7 +31,7 @@ from gyre_agent_proxy.runner.owner import LABEL, mark, remove
 from gyre_agent_proxy.runner.places import Place
 from gyre_agent_proxy.runner.sandbox import Sandbox, View
 from gyre_agent_proxy.runner.tasks import Task
-from gyre_agent_proxy.runner.workspace import copy, produced
+from gyre_agent_proxy.runner.workspace import WorkspaceTooLarge, copy, produced
 from gyre_traj.intake import Ending, Outcome
 from gyre_transport.errors import ProcessError
 from gyre_transport.process import Child
@@ -40,7 +43,11 @@ _REWARD_BYTES = 1 << 20
 
 
 class EvaluatorFailed(RunnerError):
-    """One try of a verifier gave no score."""
+    """One try of a verifier gave no score; `final`: another one would give none either."""
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 class Scorer:
@@ -60,7 +67,11 @@ class Scorer:
         sandbox: where the task's programs run, if not where all do.
         """
         sandbox = sandbox or self.sandbox
-        if not await asyncio.to_thread(produced, task, workspace):
+        try:
+            made = await asyncio.to_thread(produced, task, workspace)
+        except OSError as e:  # somebody else's files in it
+            return Outcome(ending=Ending.EVALUATOR_FAILED, detail=f"the workspace cannot be read: {e}")
+        if not made:
             wanted = f"no file matches {', '.join(task.artifacts)}" if task.artifacts else "no file was made or changed"
             return Outcome(ending=Ending.NOTHING_TO_SCORE, detail=wanted)
         failure = ""
@@ -73,6 +84,8 @@ class Scorer:
                 self.failures += 1
                 failure = f"attempt {attempt} of {self._config.evaluator_attempts}: {e}"
                 log.warning("scoring %s (task %s), %s", execution, task.name, failure)
+                if e.final:
+                    break
                 continue
             finally:
                 await asyncio.to_thread(remove, folder)
@@ -84,7 +97,11 @@ class Scorer:
     ) -> tuple[float, str]:
         try:
             await asyncio.to_thread(self._lay_out, task, execution, workspace, folder, sandbox)
-        except (OSError, shutil.Error, RunnerError) as e:
+        except WorkspaceTooLarge as e:
+            raise EvaluatorFailed(str(e), final=True) from e
+        except (OSError, shutil.Error) as e:
+            if _full(e):
+                raise
             raise EvaluatorFailed(f"the workspace could not be copied: {e}") from e
         timeout = min(self._config.evaluator_timeout, task.verifier_timeout or self._config.evaluator_timeout)
         logs = folder / "logs"
@@ -145,11 +162,23 @@ class Scorer:
         sandbox.give(folder)
 
 
+def _full(error: OSError) -> bool:
+    """Whether there is no space left; shutil gathers what went wrong in a list of (source, target, why)."""
+    words = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+    if isinstance(error, shutil.Error):
+        return any(word in str(error) for word in words)
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def read_reward(folder: Path) -> tuple[float, str]:
     """Return (reward in [0, 1], what else reward.json says) from reward.json or else reward.txt in `folder`.
 
     Raises `EvaluatorFailed` when there is no regular file or no finite number in [0, 1] in it.
     """
+    if folder.is_symlink():
+        raise EvaluatorFailed(
+            "$LOGS_DIR/verifier is a link; the verifier writes its reward into the folder it was given"
+        )
     for name in ("reward.json", "reward.txt"):
         path = folder / name
         try:

@@ -82,8 +82,8 @@ class Runner:
     async def _all(self, metrics: Path) -> None:
         secret = load_secret(self._context.dir.secret)
         name = owner_name(secret, self._context.dir.path)
-        await cleanup.clean(self._context.dir, name, self._ledger.rows(), self._config.keep_workspaces)
         homes = await self._shut_in(name)
+        await cleanup.clean(self._context.dir, name, self._ledger.rows(), self._config.keep_workspaces)
         async with Peers(self._context.bus, self._proxy_url) as peers:
             journey = Journey(
                 self._config,

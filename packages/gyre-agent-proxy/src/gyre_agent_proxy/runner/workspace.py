@@ -1,6 +1,7 @@
 """Workspaces: the folder an execution works in, what it holds in the end, and copies of it for verifiers.
 
 Only regular files, folders and symbolic links are looked at or copied: a harness may leave sockets and pipes behind.
+What it made unreadable is made readable first: nobody gets another try by locking their work away.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def prepare(task: Task, workspace: Path) -> None:
 
 def files(folder: Path) -> Iterator[Path]:
     """Regular files below `folder`; links are not followed."""
-    for root, _, names in os.walk(folder):
+    for root, _, names in _walk(folder):
         for name in names:
             path = Path(root) / name
             try:
@@ -43,6 +44,28 @@ def files(folder: Path) -> Iterator[Path]:
                     yield path
             except OSError:  # gone, or not ours to see
                 continue
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As `os.walk`, which passes over folders that may not be read. Raises `OSError` for one that still may not be."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    _open(folder)
+    for root, folders, names in os.walk(folder, onerror=fail):
+        for name in folders:  # before the walk looks into them
+            path = Path(root) / name
+            if not path.is_symlink():
+                _open(path)
+        yield root, folders, names
+
+
+def _open(folder: Path) -> None:
+    """Let its owner look into a folder."""
+    mode = stat.S_IMODE(folder.lstat().st_mode)
+    if mode & stat.S_IRWXU != stat.S_IRWXU:
+        folder.chmod(mode | stat.S_IRWXU)
 
 
 def produced(task: Task, workspace: Path) -> list[str]:
@@ -70,7 +93,7 @@ def copy(workspace: Path, target: Path, limit: int) -> None:
     """Copy `workspace` to `target`; raises `WorkspaceTooLarge` beyond `limit` bytes of file content."""
     target.mkdir(parents=True)
     total = 0
-    for root, folders, names in os.walk(workspace):
+    for root, folders, names in _walk(workspace):
         to = target / Path(root).relative_to(workspace)
         for name in (*folders, *names):
             source = Path(root) / name
@@ -89,4 +112,12 @@ def copy(workspace: Path, target: Path, limit: int) -> None:
                         f"the workspace {str(workspace)!r} holds more than {limit >> 20} MiB; raise "
                         "runner.workspace_limit_mb or have the harness leave less behind"
                     )
-                shutil.copy2(source, to / name)
+                _copy(source, to / name, status.st_mode)
+
+
+def _copy(source: Path, target: Path, mode: int) -> None:
+    try:
+        shutil.copy2(source, target)
+    except PermissionError:
+        source.chmod(stat.S_IMODE(mode) | stat.S_IRUSR)
+        shutil.copy2(source, target)
