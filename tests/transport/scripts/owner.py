@@ -1,9 +1,10 @@
 """Owns memory and snapshots for tests, as told on stdin; reads others' where told.
 
-python owner.py [PORT]      PORT: to serve reads over tcp at
+python owner.py [PORT [HOST]]      PORT: to serve reads over tcp at. HOST: pretend to be on that machine
 """
 
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -12,17 +13,23 @@ import threading
 import msgspec
 import numpy as np
 
+from gyre_transport import descriptor
+
+if len(sys.argv) > 2:
+    descriptor.host = lambda: sys.argv[2]
+
 from gyre_transport import endpoint
 from gyre_transport.backends.shm import ShmChannel
-from gyre_transport.backends.tcp import TcpChannel
+from gyre_transport.backends.tcp import TcpChannel, disconnect
 from gyre_transport.memory import Descriptor, Region, allocate, read, register
 from gyre_transport.notices import Notices
 from gyre_transport.run import TransportConfig
-from gyre_transport.snapshot import SnapshotSource
+from gyre_transport.snapshot import Manifest, Snapshot, SnapshotSource, pull
 
 regions: list[Region] = []
 sources: dict[str, SnapshotSource] = {}
 notices: list[Notices] = []
+snapshots: list[Snapshot] = []
 
 
 def pattern(nbytes: int, seed: int) -> np.ndarray:
@@ -31,6 +38,18 @@ def pattern(nbytes: int, seed: int) -> np.ndarray:
 
 def tensors(seed: int, count: int, size: int) -> dict:
     return {f"t{i}": ("F32", (size,), np.full(size, seed, np.float32)) for i in range(count)}
+
+
+def stall_once() -> None:
+    plain = TcpChannel.complete
+
+    def complete(self: TcpChannel) -> None:
+        plain(self)
+        TcpChannel.complete = plain
+        print("null", flush=True)
+        sys.stdin.readline()
+
+    TcpChannel.complete = complete
 
 
 def share(region: Region) -> dict:
@@ -81,6 +100,25 @@ def act(do: str, a: dict) -> object:
             parts = tensors(a["version"], a["count"], a["size"])
             manifest = source.advance(a["version"], parts, wait=a.get("wait", 0.0))
             return msgspec.msgpack.encode(manifest).hex()
+        case "pull" | "stall_pull":  # the latter says so in its middle, then goes on when stdin says anything
+            manifest = msgspec.msgpack.decode(bytes.fromhex(a["manifest"]), type=Manifest)
+            options = {k: a[k] for k in ("share", "verify") if k in a}
+            if do == "stall_pull":
+                stall_once()
+            try:
+                snapshots.append(pull(manifest, deadline=a.get("deadline", 60.0), via="tcp", **options))
+            except Exception as e:
+                return [type(e).__name__, str(e)]
+            values = {float(v) for _, _, data in snapshots[-1].values() for v in np.unique(np.frombuffer(data, "<f4"))}
+            return {"values": sorted(values), "serves": snapshots[-1].serves}
+        case "let_go":
+            while snapshots:
+                snapshots.pop().close()
+            gc.collect()
+            disconnect()
+            return None
+        case "readers":
+            return [sources[a["model"]].readers, sources[a["model"]].copies]
         case "churn":
             source = SnapshotSource(a["model"])
             for version in range(a["versions"]):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # it imports Megatron, which takes tens of seconds
 log = logging.getLogger(__name__)
 
 _READ = 120.0  # seconds to read one contribution
+_READERS = 10.0  # seconds that those who still read the version before get to end
 
 
 class Core:
@@ -73,7 +74,7 @@ class Core:
         """Make the replica's weights readable as a snapshot and announce it."""
         began = time.monotonic()
         tensors = {name: describe(t) for name, t in self._replica.weights().items()}
-        manifest = self._source.publish(self._replica.version, tensors)
+        manifest = self._source.advance(self._replica.version, tensors, wait=_READERS)
         self._manifest = msgspec.msgpack.encode(manifest)
         self._announce(self._replica.version, self._manifest)
         log.info("published version %d in %.2f s", self._replica.version, time.monotonic() - began)

@@ -19,7 +19,7 @@ from gyre_train.links import Agent, LeaseKeeper, Link, Stopped
 from gyre_train.protocol import HandOver, Join, Joined, Taken, Wait
 from gyre_transport.errors import ChecksumMismatch, DataError, DeadlineExceeded, RemoteError
 from gyre_transport.memory import register
-from gyre_transport.snapshot import Manifest, pull
+from gyre_transport.snapshot import Manifest, Snapshot, pull
 from gyre_transport.torch import tensors
 
 if TYPE_CHECKING:  # it imports Megatron, which takes tens of seconds
@@ -41,7 +41,7 @@ class Satellite:
         self._keeper = keeper
         self._cell = cell
         self._failures = 0
-        self._pulled: memoryview | None = None
+        self._pulled: Snapshot | None = None  # kept: others read it while the version is the current one
         self._held = b""  # the manifest of its weights: a core that was restored makes a version again, and otherwise
 
     def train(self) -> None:
@@ -61,6 +61,8 @@ class Satellite:
 
     def finish(self) -> None:
         """Nothing to save: a satellite's state is the core's."""
+        if self._pulled is not None:
+            self._pulled.close()
 
     def _refresh(self, joined: Joined) -> bool:
         """Take the weights of the batch; False: they could not be had, join again."""
@@ -69,8 +71,7 @@ class Satellite:
         manifest = msgspec.msgpack.decode(joined.manifest, type=Manifest)
         began = time.monotonic()
         try:
-            room = self._pulled if self._pulled is not None and len(self._pulled) >= manifest.nbytes else None
-            snapshot = pull(manifest, deadline=_PULL, into=room)
+            snapshot = pull(manifest, deadline=_PULL)
         except (DataError, DeadlineExceeded) as e:
             # The core has moved on or is gone; only bytes that arrive wrong again and again are a fault to stop for.
             self._failures += isinstance(e, ChecksumMismatch)
@@ -80,7 +81,9 @@ class Satellite:
             time.sleep(0.2)
             return False
         self._failures = 0
-        self._pulled = snapshot.buffer
+        if self._pulled is not None:
+            self._pulled.close()
+        self._pulled = snapshot
         self._replica.load_weights(tensors(snapshot), version=snapshot.version)
         self._held = joined.manifest
         log.info(

@@ -31,7 +31,7 @@ class Lease:
         try:
             self._line = Line(source, end=min(end, time.monotonic() + _CALL))
         except Unreachable as e:
-            log.info("reading without a lease: %s", e)
+            log.info("reading without a lease: %s", str(e))
 
     def holder(self, failed: Descriptor | None = None) -> tuple[Descriptor, bool]:
         """Whom to read from, and whether to map that. failed: the copy of the last answer, which could not be read.

@@ -63,6 +63,7 @@ class Snapshot(Mapping[str, tuple[str, tuple[int, ...], memoryview]]):
         self.buffer = buffer  # writable; what is written to it nobody else sees
         self._entries = {e.name: e for e in entries}
         self._serving = serving
+        self.serves = False  # whether others may read it from here
 
     @property
     def version(self) -> int:
@@ -81,6 +82,7 @@ class Snapshot(Mapping[str, tuple[str, tuple[int, ...], memoryview]]):
 
     def close(self) -> None:
         """Serve it to nobody any more; its memory stays for who holds it. Idempotent."""
+        self.serves = False
         self._serving.close()
 
     def write_safetensors(self, path: Path, *, fsync: bool = False, metadata: Mapping[str, str] | None = None) -> None:
@@ -203,7 +205,7 @@ class _Pull:
                 except DataError as e:
                     if holder is self._manifest.descriptor or isinstance(e, ShapeMismatch) or self._left() <= 0:
                         raise
-                    log.warning("the copy of %s could not be read: %s; asking the source", self._manifest.content, e)
+                    log.warning("the copy of %s could not be read: %s; asking the source", self._manifest.content, str(e))
                 holder, is_here = lease.holder(failed=holder)
 
     def _map(self, holder: Descriptor) -> Snapshot:
@@ -239,12 +241,13 @@ class _Pull:
         try:
             line = lease.offer(region.descriptor)
         except DataError as e:
-            log.info("the copy of %s is not served on: %s", self._manifest.content, e)
+            log.info("the copy of %s is not served on: %s", self._manifest.content, str(e))
             line = None
         if line is None:
             snapshot.close()
         else:
             snapshot._serving.callback(line.close)
+            snapshot.serves = True
 
     def _bytes(self, holder: Descriptor, buffer: memoryview, deadline: float) -> None:
         parts = self._wanted.stretches
