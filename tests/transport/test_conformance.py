@@ -16,6 +16,8 @@ import pytest
 from gyre_transport import reads
 from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.backends.tcp import TcpChannel, disconnect
+from gyre_transport.backends.verbs import fabric
+from gyre_transport.backends.verbs.channel import VerbsChannel
 from gyre_transport.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -37,6 +39,10 @@ WAYS = {
     "tcp, allocated": ("tcp", "allocate", TcpChannel),
     "tcp, registered": ("tcp", "register", TcpChannel),
 }
+CHANNELS = {"shm": ShmChannel, "tcp": TcpChannel}
+if fabric.ports():  # of this machine, or of the virtual one that `verbs` starts
+    CHANNELS["verbs"] = VerbsChannel
+    WAYS["verbs"] = "verbs", "allocate", VerbsChannel
 
 
 @pytest.fixture(params=WAYS)
@@ -50,7 +56,9 @@ def decoded(text: str) -> Descriptor:
 
 
 def pattern(nbytes: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    block = np.random.default_rng(seed).integers(0, 256, 1 << 16, dtype=np.uint8)
+    rows = np.arange(-(-nbytes // block.size), dtype=np.uint32).astype(np.uint8)
+    return (block + rows[:, None]).reshape(-1)[:nbytes]
 
 
 @pytest.fixture
@@ -420,7 +428,7 @@ def values(snapshot) -> set[float]:
     return {float(v) for _, _, data in snapshot.values() for v in np.unique(np.frombuffer(data, np.float32))}
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=CHANNELS)
 def via(request) -> str:
     return request.param
 
@@ -438,13 +446,14 @@ def test_a_snapshot_moves_on(doomed, via):
 
 
 @pytest.mark.parametrize("end", ["publish", "kill"])
-def test_a_snapshot_moves_on_in_the_middle(doomed, monkeypatch, end):
+@pytest.mark.parametrize("remote", [c for c in CHANNELS if c != "shm"])
+def test_a_snapshot_moves_on_in_the_middle(doomed, monkeypatch, end, remote):
     size = LARGE // 16
     old = published(doomed, 1, model="policy", size=size)
     act = doomed.kill if end == "kill" else lambda: published(doomed, 2, model="policy", size=size)
-    midway(monkeypatch, SimpleNamespace(channel=TcpChannel), act)
+    midway(monkeypatch, SimpleNamespace(channel=CHANNELS[remote]), act)
     with pytest.raises(StaleVersion if end == "publish" else StaleDescriptor):
-        pull(old, deadline=LONG, via="tcp", verify=False)
+        pull(old, deadline=LONG, via=remote, verify=False)
 
 
 def test_a_manifest_of_another_version_than_its_memory(doomed, via):

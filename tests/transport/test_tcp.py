@@ -15,6 +15,7 @@ import pytest
 
 from gyre_transport import endpoint
 from gyre_transport.backends import connection, server, session, tcp, wire
+from gyre_transport.backends.kept import KEPT
 from gyre_transport.descriptor import Endpoint, network
 from gyre_transport.errors import ConfigError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
 from gyre_transport.memory import Descriptor, Region, allocate, read, read_chunks
@@ -332,7 +333,7 @@ def test_connections_are_kept_few_and_used_again(region):
     for thread in threads:
         thread.join(LONG)
     (kept,) = connection._kept.idle.values()
-    assert 1 <= len(kept) <= connection.KEPT
+    assert 1 <= len(kept) <= KEPT
     first = kept[-1]
     read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")
     assert connection._kept.idle[first.key][-1] is first

@@ -21,6 +21,7 @@ if len(sys.argv) > 2:
 from gyre_transport import endpoint
 from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.backends.tcp import TcpChannel, disconnect
+from gyre_transport.backends.verbs.channel import VerbsChannel
 from gyre_transport.memory import Descriptor, Region, allocate, read, register
 from gyre_transport.notices import Notices
 from gyre_transport.run import TransportConfig
@@ -33,7 +34,9 @@ snapshots: list[Snapshot] = []
 
 
 def pattern(nbytes: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    block = np.random.default_rng(seed).integers(0, 256, 1 << 16, dtype=np.uint8)
+    rows = np.arange(-(-nbytes // block.size), dtype=np.uint32).astype(np.uint8)
+    return (block + rows[:, None]).reshape(-1)[:nbytes]
 
 
 def tensors(seed: int, count: int, size: int) -> dict:
@@ -147,7 +150,7 @@ def act(do: str, a: dict) -> object:
                     print("null", flush=True)
                 threading.Event().wait()
 
-            ShmChannel.complete = TcpChannel.complete = stall
+            ShmChannel.complete = TcpChannel.complete = VerbsChannel.complete = stall
             read(descriptor, bytearray(descriptor.nbytes), deadline=600, via=a["via"])
             return None
         case "read":

@@ -73,8 +73,8 @@ class Listener(Protocol):
 
     endpoint: Endpoint
 
-    def revoked(self) -> None:
-        """An export went away: stop sending it."""
+    def revoked(self, export: Export) -> None:
+        """An export went away: stop sending it. When this returns no device reads it any more."""
 
     def close(self) -> None:
         """Stop; nothing is left open."""
@@ -128,8 +128,9 @@ class Record:
         if os.getpid() != self._pid:
             return
         os.pwrite(self._fd, _NO_SECRET, slot * SECRET_BYTES)
-        if self.exports.pop(slot, None) is not None and self.listener is not None:
-            self.listener.revoked()
+        export = self.exports.pop(slot, None)
+        if export is not None and self.listener is not None:
+            self.listener.revoked(export)
 
     def release(self, slot: int) -> None:
         """Revoke and free `slot`; the record goes with its last slot."""

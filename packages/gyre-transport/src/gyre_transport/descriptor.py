@@ -45,11 +45,12 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the owner serves reads over tcp."""
+    """Where the owner serves reads over tcp, and shakes hands for reads over RDMA."""
 
     host: str  # address
     port: int
     network: str  # boot id and network namespace; a loopback address means something only there
+    rdma: tuple[str, ...] = ()  # link layers ("InfiniBand", "Ethernet") of its RDMA ports
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"

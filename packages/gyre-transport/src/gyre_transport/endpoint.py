@@ -1,6 +1,7 @@
 """Which way a read goes, and where this process serves its own memory.
 
     shm    same machine and pid namespace, and the kernel lets this process read the owner
+    verbs  both have an RDMA port on the same kind of link and pyverbs, and a byte got through; the owner listens
     tcp    the owner listens where this process can connect
 The first of `TransportConfig.backends` that works for the pair is used; what rules one out is said when none works.
 """
@@ -15,6 +16,7 @@ from gyre_transport.backends.channel import Adopt, Channel, Opener
 from gyre_transport.backends.server import Server
 from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.backends.tcp import TcpChannel
+from gyre_transport.backends.verbs import fabric
 from gyre_transport.control import Record
 from gyre_transport.descriptor import Descriptor, Endpoint, host
 from gyre_transport.errors import Unreachable
@@ -22,9 +24,16 @@ from gyre_transport.run import TransportConfig
 
 log = logging.getLogger(__name__)
 
-Backend = Literal["shm", "tcp"]
+Backend = Literal["shm", "verbs", "tcp"]
 
-_OPENERS: dict[Backend, Opener] = {"shm": ShmChannel, "tcp": TcpChannel}
+
+def _open_verbs(descriptor: Descriptor, *, end: float, adopt: Adopt) -> Channel:
+    from gyre_transport.backends.verbs.channel import VerbsChannel
+
+    return VerbsChannel(descriptor, _config, end=end, adopt=adopt)
+
+
+_OPENERS: dict[Backend, Opener] = {"shm": ShmChannel, "verbs": _open_verbs, "tcp": TcpChannel}
 _config = TransportConfig()
 _lock = threading.Lock()
 
@@ -61,9 +70,10 @@ def candidates(descriptor: Descriptor, via: Backend | None = None) -> tuple[Back
 
 
 def streams(descriptor: Descriptor, nbytes: int, via: Backend | None, stream_bytes: int) -> int:
-    """How many ways to open at once for a read of `nbytes`: one where a copy is all there is to it."""
-    local = descriptor.owner.host == host()
-    if candidates(descriptor, via)[0] == "shm" and local:
+    """How many ways to open at once for a read of `nbytes`: one where a copy, or a device, is all there is to it."""
+    local, rdma = descriptor.owner.host == host(), descriptor.endpoint is not None and descriptor.endpoint.rdma
+    first = next((b for b in candidates(descriptor, via) if b != "shm" or local), None)
+    if first == "shm" or (first == "verbs" and rdma and fabric.ports()):
         return 1
     return max(1, min(_config.streams, nbytes // stream_bytes))
 

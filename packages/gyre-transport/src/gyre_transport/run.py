@@ -66,18 +66,22 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[transport]: how registered memory of one process is read by others."""
 
-    backends: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")  # that may be used here, the first that works is
-    listen: str = "127.0.0.1"  # address that reads over tcp are served at; "": none
+    # that may be used here, the first that works is
+    backends: tuple[Literal["shm", "verbs", "tcp"], ...] = ("shm", "verbs", "tcp")
+    listen: str = "127.0.0.1"  # address that reads over tcp and verbs are served at; "": none
     port: int = 0  # 0: any; several processes of a machine cannot share another
     advertise: str = ""  # address others reach `listen` at; "": `listen`, or this host's when that is all addresses
     max_connections: int = 256
     streams: int = 2  # connections a large read uses
+    rdma_device: str = ""  # "mlx5_0", or "mlx5_0:1" with a port: this one and no other; "": any
+    queue_pairs: int = 2  # of a connection over verbs
 
     def __post_init__(self) -> None:
-        if not self.backends or not 0 <= self.port < 1 << 16 or self.max_connections < 1 or not 1 <= self.streams <= 16:
+        small = all(1 <= n <= 16 for n in (self.streams, self.queue_pairs))
+        if not self.backends or not 0 <= self.port < 1 << 16 or self.max_connections < 1 or not small:
             raise ValueError(
-                "backends names at least one of shm, tcp; port is 0 to 65535; max_connections is at least 1; "
-                "streams is 1 to 16"
+                "backends names at least one of shm, verbs, tcp; port is 0 to 65535; max_connections is at least 1; "
+                "streams and queue_pairs are 1 to 16"
             )
 
 

@@ -1,7 +1,7 @@
 """The reader's end of a tcp connection: greeting, requests, answers, and what is kept for the next read.
 
-A connection is to one process generation, not to one region, and is kept for the next read: at most `KEPT` a peer, for
-`_KEEP` seconds. One that saw an error, a deadline or a cancellation is closed, never used again.
+A connection is to one process generation, not to one region, and is kept for the next read (see `kept`). One that saw
+an error, a deadline or a cancellation is closed, never used again.
 
     what the socket says                       what is raised
     refused, closed, reset                     StaleDescriptor: the process ended, or took the memory back
@@ -14,24 +14,21 @@ A connection is to one process generation, not to one region, and is kept for th
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import struct
-import threading
 import time
 
 from gyre_transport.backends import wire
 from gyre_transport.backends.channel import Adopt
+from gyre_transport.backends.kept import Kept, close_kept
 from gyre_transport.backends.server import tune
 from gyre_transport.backends.wire import Kind, Status
 from gyre_transport.descriptor import Descriptor, Endpoint, network
 from gyre_transport.errors import DataError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
 
-KEPT = 4
 _CONNECT = 2.0  # seconds: a machine that is up accepts or refuses sooner
 _SILENT = 1_900  # ms until the network's silence about a request is an error
-_KEEP = 10.0  # seconds, less than a server's patience
 
 
 class Connection:
@@ -101,6 +98,12 @@ class Connection:
         """From another thread: whatever waits on the connection returns now, with an error."""
         with contextlib.suppress(OSError):  # not connected, or closed
             self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self.socket.close()
+
+    abandon = close
 
     @property
     def usable(self) -> bool:
@@ -194,56 +197,8 @@ def keep(connection: Connection) -> None:
 
 
 def disconnect() -> None:
-    """Close the connections that are kept for the next read."""
-    _kept.close()
-
-
-class _Kept:
-    """Idle connections, for the next read from the same process."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.idle: dict[tuple[Endpoint, bytes], list[Connection]] = {}
-
-    def take(self, key: tuple[Endpoint, bytes]) -> Connection | None:
-        """A connection that is up, or None."""
-        with self.lock:
-            self._sweep()
-            connections = self.idle.get(key, [])
-            while connections:
-                connection = connections.pop()
-                if connection.usable:
-                    return connection
-                connection.socket.close()
-        return None
-
-    def give(self, connection: Connection) -> None:
-        """Keep a connection on which nothing is under way."""
-        connection.idle_since = time.monotonic()
-        with self.lock:
-            self._sweep()
-            connections = self.idle.setdefault(connection.key, [])
-            if len(connections) < KEPT:
-                connections.append(connection)
-            else:
-                connection.socket.close()
-
-    def close(self) -> None:
-        """Close all."""
-        with self.lock:
-            for connections in self.idle.values():
-                for connection in connections:
-                    connection.socket.close()
-            self.idle.clear()
-
-    def _sweep(self) -> None:
-        before = time.monotonic() - _KEEP
-        for key, connections in list(self.idle.items()):
-            for connection in [c for c in connections if c.idle_since < before]:
-                connections.remove(connection)
-                connection.socket.close()
-            if not connections:
-                del self.idle[key]
+    """Close the connections, of every backend, that are kept for the next read."""
+    close_kept()
 
 
 def _late(end: float, what: str) -> DataError:
@@ -265,12 +220,4 @@ def _loopback(host: str) -> bool:
     return host.startswith("127.") or host in ("::1", "localhost")
 
 
-def _forked() -> None:  # a child's copies would keep its parent's connections up
-    global _kept
-    _kept.lock = threading.Lock()
-    _kept.close()
-    _kept = _Kept()
-
-
-_kept = _Kept()
-os.register_at_fork(after_in_child=_forked)
+_kept: Kept[Connection] = Kept()

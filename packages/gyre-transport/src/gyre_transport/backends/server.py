@@ -23,8 +23,9 @@ import time
 
 from gyre_transport.backends import wire
 from gyre_transport.backends.session import Malformed, Revoked, Session
+from gyre_transport.backends.verbs.owner import Exposures
 from gyre_transport.backends.wire import Status
-from gyre_transport.control import Record
+from gyre_transport.control import Export, Record
 from gyre_transport.descriptor import Endpoint, network
 from gyre_transport.run import TransportConfig
 
@@ -42,7 +43,10 @@ class Server:
         self._listener = socket.create_server((config.listen, config.port), family=family, backlog=128)
         self._listener.setblocking(False)
         host = config.advertise or _advertised(config.listen)
-        self.endpoint = Endpoint(host=host, port=self._listener.getsockname()[1], network=network())
+        self._exposures = Exposures(config)
+        self.endpoint = Endpoint(
+            host=host, port=self._listener.getsockname()[1], network=network(), rdma=self._exposures.links
+        )
         self._record = record
         self._most = config.max_connections
         self._sessions: set[Session] = set()
@@ -55,8 +59,9 @@ class Server:
         self._thread = threading.Thread(target=self._loop, name="gyre-transport tcp", daemon=True)
         self._thread.start()
 
-    def revoked(self) -> None:
-        """Have the connections that send what is no longer there closed."""
+    def revoked(self, export: Export) -> None:
+        """Close it to RDMA, and have the connections that send what is no longer there closed."""
+        self._exposures.withdraw(export)
         with self._lock:
             if not self._closing:
                 os.eventfd_write(self._wake, 1)
@@ -99,6 +104,7 @@ class Server:
         finally:
             for session in list(self._sessions):
                 self._drop(session)
+            self._exposures.close()
             self._listener.close()
             self._selector.close()
             with self._lock:
@@ -123,7 +129,7 @@ class Server:
         except OSError:
             peer.close()
             return
-        session = Session(peer, self._record)
+        session = Session(peer, self._record, self._exposures)
         self._sessions.add(session)
         self._selector.register(peer, selectors.EVENT_READ, session)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gyre_transport.backends import wire
+from gyre_transport.backends.verbs.owner import Exposures, Reached
 from gyre_transport.backends.wire import Kind, Status, Stretch
 from gyre_transport.control import Export, Record
 
@@ -49,10 +50,11 @@ class _Request(NamedTuple):
 class Session:
     """A greeted or greeting connection. All methods are called by the server's thread."""
 
-    def __init__(self, peer: socket.socket, record: Record) -> None:
+    def __init__(self, peer: socket.socket, record: Record, exposures: Exposures) -> None:
         self.socket = peer
         self.active = time.monotonic()
-        self._record = record
+        self._record, self._exposures = record, exposures
+        self._reached: Reached | None = None  # the client's queue pairs
         self._nonces = b""
         self._received = bytearray()
         self._number = 0
@@ -73,7 +75,9 @@ class Session:
 
     @property
     def serves_revoked(self) -> bool:
-        """Whether the answer under way is of memory that was taken back."""
+        """Whether the answer under way, or what its queue pairs reach, is memory that was taken back."""
+        if self._reached is not None and self._reached.withdrawn:
+            return True
         # identity, since the same memory may have been granted anew
         return self._export is not None and self._record.exports.get(self._slot) is not self._export
 
@@ -177,8 +181,10 @@ class Session:
             self._refuse(Status.STALE, request.number)
         elif request.kind == Kind.READ:
             self._read(request, export)
-        else:
+        elif request.kind == Kind.CALL:
             self._call(request, export)
+        else:
+            self._connect(request, export)
 
     def _read(self, request: _Request, export: Export) -> None:
         stretches = [Stretch(*s) for s in wire.STRETCH.iter_unpack(request.body)]
@@ -207,6 +213,21 @@ class Session:
         if answer is None or len(answer) > wire.MAX_CALL:
             self._refuse(Status.REFUSED, request.number)
             return
+        self._answer(request, export, answer)
+
+    def _connect(self, request: _Request, export: Export) -> None:
+        if self._reached is not None:
+            raise Malformed("a second offer of queue pairs")
+        near = str(self.socket.getsockname()[0])
+        self._reached, answer = self._exposures.connect(export, request.body, near=near)
+        if self._reached is not None:
+            self.at_end(self._reached, self._reached.close)
+            if self._record.exports.get(request.slot) is not export:  # whoever revoked it may have come too early
+                self._exposures.withdraw(export)
+                raise Revoked
+        self._answer(request, export, answer)
+
+    def _answer(self, request: _Request, export: Export, answer: bytes) -> None:
         head = wire.ANSWER.pack(Status.OK, request.number, len(answer))
         self._out += head + answer + wire.seal(export.secret, request.proof, answer)
 
@@ -236,7 +257,7 @@ def _body_bytes(kind: int, count: int) -> int:
     """Bytes of a request's body. Raises `Malformed` for what no client sends."""
     if kind == Kind.READ and 1 <= count <= wire.MAX_STRETCHES:
         return count * wire.STRETCH.size
-    if kind == Kind.CALL and count <= wire.MAX_CALL:
+    if kind in (Kind.CALL, Kind.CONNECT) and count <= wire.MAX_CALL:
         return count
     raise Malformed(f"a request of kind {kind} with {count}")
 
