@@ -340,6 +340,7 @@ class Bench:
             "backoff_limit": 0.05,
             "abort_wait": 5.0,
             "disconnect_grace": 0.0,
+            "gather": 0.0,
             "route_wait": 20.0,
             "probe_wait": 0.0,
         }

@@ -236,7 +236,7 @@ async def test_an_answer_on_its_way_out_is_recorded_as_delivered_before_the_log_
     request = chat.read_request(b'{"messages": [{"role": "user", "content": "hi"}]}', Defaults())
     async with bench.proxy() as proxy:
         attempt = proxy.service.submit("e1", request, {})
-        async with attempt.waiting():  # a connection that is being written to
+        with attempt.waiting():  # a connection that is being written to
             await attempt.reply
             closing = asyncio.create_task(proxy.service.close("e1"))  # the harness has its answer and has ended
             for _ in range(100):

@@ -63,6 +63,18 @@ async def two_engines(bench):
     return first, second
 
 
+@pytest.mark.parametrize(("gather", "most"), [(0.0, 100), (20.0, 2)])
+async def test_tokens_are_gathered_for_a_stream_until_its_end(bench, gather, most):
+    engine = await bench.engine()
+    engine.pace = 0.001
+    bench.brain.says(LONG)
+    async with bench.proxy(gather=gather) as proxy, client(proxy) as api, asyncio.timeout(15):
+        chunks = await api.chat.completions.create(model="m", messages=ASK, stream=True)
+        told = [text async for c in chunks if c.choices and (text := c.choices[0].delta.content)]
+    assert "".join(told) == LONG
+    assert most / 20 < len(told) <= most
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("incremental", [False, True])
 async def test_drain_while_a_call_is_sampled(bench, stream, incremental):
@@ -93,7 +105,7 @@ async def test_engine_dies_while_a_call_is_sampled(bench, stream, interval, sent
     a, b = await two_engines(bench)
     a.hold, a.incremental, b.incremental = 7, incremental, incremental
     bench.brain.says(LONG)
-    async with bench.proxy(whole_interval=interval) as proxy, client(proxy) as api:
+    async with bench.proxy(whole_interval=interval, backoff_limit=9, backoff=9) as proxy, client(proxy) as api:
         asking = asyncio.create_task(text_of(api, ASK, stream))
         await a.held.wait()
         await a.die()
@@ -108,7 +120,7 @@ async def test_tokens_of_a_dead_engine_that_did_not_say_which_weights_sampled_th
     a, _ = await two_engines(bench)
     a.swap, a.hold, a.spans = (3, "9"), 11, False
     bench.brain.says(LONG)
-    async with bench.proxy(whole_interval=4) as proxy, client(proxy) as api:
+    async with bench.proxy(whole_interval=4, backoff_limit=9, backoff=9) as proxy, client(proxy) as api:
         asking = asyncio.create_task(text_of(api, ASK, stream))
         await a.held.wait()
         await a.die()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
@@ -23,7 +23,10 @@ _NOTHING = Conversation(messages=())
 class Attempt:
     """`reply` is set exactly once, to a `Reply` or a `ProxyError`."""
 
-    def __init__(self, call: str, request: Request, role: str, created: int, grace: float) -> None:
+    def __init__(
+        self, call: str, request: Request, role: str, created: int, *, grace: float = 0.0, gather: float = 0.0
+    ) -> None:
+        """grace, gather: `disconnect_grace` and `gather` of `ProxyConfig`."""
         self.call = call
         self.request = request
         self.role = role
@@ -41,6 +44,7 @@ class Attempt:
         self._grew = asyncio.Event()
         self._waiting = 0
         self._grace = grace
+        self._gather = gather
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -78,8 +82,8 @@ class Attempt:
         self.request = msgspec.structs.replace(self.request, conversation=_NOTHING, other={}, echo=None)
         self.progress()
 
-    @asynccontextmanager
-    async def waiting(self) -> AsyncIterator[None]:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
         """Count a connection that waits; when the last one goes too early, the call is abandoned after the grace."""
         self._waiting += 1
         self.unattended.clear()
@@ -97,6 +101,8 @@ class Attempt:
 
     async def changed(self, seen: int, timeout: float) -> bool:
         """Wait until there are other than `seen` tokens or the reply is there; False after `timeout` seconds."""
+        if seen and self._gather:
+            await asyncio.wait({self.reply}, timeout=min(self._gather, timeout))
         if len(self.ids) != seen or self.reply.done():
             return True
         self._grew.clear()  # others who wait and were woken look at the ids, not at this

@@ -32,6 +32,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     token_budget: int = 0  # tokens one execution may sample in all; then its calls are answered 403. 0: no bound
     probe_wait: float = 60.0  # how long an engine of `engines` may take to answer the start-up probe; 0: no probe
     whole_interval: int = 16  # tokens an engine sends at once where no client streams; an engine that dies loses them
+    gather: float = 0.005  # a stream is told of new tokens no more often than this; of its first and last ones at once
     keepalive: float = 10.0  # between comments on a stream that waits
     route_wait: float = 900.0  # how long a call may wait for an engine at all
     attempts: int = 16  # engine failures one call survives (drains are not failures)
@@ -52,7 +53,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ValueError(f"{name} must be more than 0 seconds, got {getattr(self, name)!r}")
         if self.media not in ("note", "refuse"):
             raise ValueError(f"media must be 'note' or 'refuse', got {self.media!r}")
-        for name in ("context", "token_budget", "probe_wait", "kv_wait"):
+        for name in ("context", "token_budget", "probe_wait", "gather", "kv_wait"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
         if len(os.fsencode(self.socket)) > _SOCKET_PATH:

@@ -143,12 +143,11 @@ def in_call_order(messages: list[Message]) -> list[Message]:
 
 def digest(*parts: str | bytes) -> bytes:
     """16-byte digest of a sequence of strings; their boundaries count."""
-    h = hashlib.blake2b(digest_size=16)
+    pieces: list[bytes] = []
     for part in parts:
         raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        h.update(len(raw).to_bytes(8, "big"))
-        h.update(raw)
-    return h.digest()
+        pieces += (len(raw).to_bytes(8, "big"), raw)
+    return hashlib.blake2b(b"".join(pieces), digest_size=16).digest()
 
 
 class _Duplicate(ValueError):

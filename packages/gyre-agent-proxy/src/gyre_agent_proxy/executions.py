@@ -62,7 +62,7 @@ class Execution:
                 request = Request(
                     conversation=_NOTHING, sampling=_SAMPLING, dialect=call.dialect, model="", digest=memo.digest
                 )
-                attempt = Attempt(call.call, request, call.role, memo.reply.created, 0.0)
+                attempt = Attempt(call.call, request, call.role, memo.reply.created)
                 attempt.settle(memo.reply)
                 self.attempts[memo.digest] = attempt
         self.trim()

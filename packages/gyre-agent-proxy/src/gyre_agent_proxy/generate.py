@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -182,7 +182,7 @@ class Generation:
     async def _attempt(self, state: EngineState) -> str | None:
         """One request to one engine; returns why it failed, or None (finished, moved or abandoned)."""
         out, base = self.output, len(self.output.ids)
-        rid = f"gyre-{uuid.uuid4().hex}"
+        rid = f"gyre-{secrets.token_hex(16)}"
         if self._abandoned:  # between the choice and here
             return None
         self._reason = ""

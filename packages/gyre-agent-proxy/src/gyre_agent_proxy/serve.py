@@ -74,7 +74,9 @@ async def proxy(
     # Engines close idle connections after 5 seconds; a request that met such a close would look like a lost engine.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     async with contextlib.AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        )
         client = EngineClient(session, renderer.stop_ids, connect=config.connect_timeout, silence=config.silence)
         pages = PageMoves(counters, config.kv_wait)
         stack.push_async_callback(pages.close)

@@ -13,9 +13,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
@@ -87,12 +88,14 @@ class Server:
         execution = self._execution(request)
         asked = dialect.read_request(await request.read(), self._defaults)
         attempt = self._service.submit(execution, asked, request.headers)
-        async with attempt.waiting():
+        with attempt.waiting():
             if not asked.stream:
                 reply = await asyncio.shield(attempt.reply)
                 answer = dialect.answer(reply, asked, asked.model or self._model)
-                response = web.json_response(answer, headers=_names(attempt))
-                async with self._delivery(execution, attempt):
+                response = web.Response(
+                    body=msgspec.json.encode(answer), content_type="application/json", headers=_names(attempt)
+                )
+                with self._delivery(execution, attempt):
                     await response.prepare(request)
                     await response.write_eof()
                 return response
@@ -119,7 +122,7 @@ class Server:
             }
         )
         loop, seen, telling = asyncio.get_running_loop(), 0, _Telling(attempt, self._renderer)
-        async with self._delivery(execution, attempt):
+        with self._delivery(execution, attempt):
             await response.prepare(request)
             if head := encoder.begin():
                 await response.write(head)
@@ -146,8 +149,8 @@ class Server:
             await response.write_eof()
         return response
 
-    @contextlib.asynccontextmanager
-    async def _delivery(self, execution: str, attempt: Attempt) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def _delivery(self, execution: str, attempt: Attempt) -> Iterator[None]:
         """Record whether the answer was written whole; an attempt without an answer is recorded by the service."""
         ok = False
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import Mapping
@@ -76,7 +77,9 @@ class Service:
         request = self._constrained(msgspec.structs.replace(request, sampling=sampling), plan)
         role, known = self._roles.role(headers, request.conversation)
         self._count(plan, request, known)
-        attempt = Attempt(_call_id(), request, role, int(time.time()), self._engines.config.disconnect_grace)
+        config = self._engines.config
+        created = int(time.time())
+        attempt = Attempt(_call_id(), request, role, created, grace=config.disconnect_grace, gather=config.gather)
         attempt.prompt_tokens = len(plan.prompt)
         attempt.thinking = self._renderer.thinking(plan.prompt[-16:].tolist())
         interval = 1 if request.stream else self._engines.config.whole_interval
@@ -301,4 +304,4 @@ class Service:
 
 
 def _call_id() -> str:
-    return uuid.uuid4().hex[:24]
+    return secrets.token_hex(12)

@@ -96,10 +96,12 @@ class Reader:
             raise StreamError(f"{before} + {fresh} tokens do not fit {len(event.output_ids)} output_ids")
         got = _new(meta.output_token_logprobs or [], before, fresh)
         logprobs: list[float] | None = None
-        if got is not None and all(len(e) >= 2 and isinstance(e[0], float | int) for e in got):
-            if [e[1] for e in got] != new:
-                raise StreamError("the engine's log-probabilities belong to other tokens than its output_ids")
-            logprobs = [float(e[0]) for e in got]
+        if got is not None and min(map(len, got)) >= 2:
+            values, ids = [e[0] for e in got], [e[1] for e in got]
+            if {float, int}.issuperset(map(type, values)):
+                if ids != new:
+                    raise StreamError("the engine's log-probabilities belong to other tokens than its output_ids")
+                logprobs = list(map(float, values))
         self.count = total
         return Piece(new, logprobs, finish, self._noted(meta, total), meta.cached_tokens or 0, _restored(meta))
 
