@@ -11,6 +11,8 @@ import pytest
 
 from gyre_agent_proxy.errors import CaptureError
 from gyre_agent_proxy.replay import load_capture
+from gyre_agent_proxy.replay import replay as replay_capture
+from gyre_traj.log import read_log
 
 CAPTURES = Path(__file__).parents[1] / "fixtures" / "captures"
 
@@ -68,3 +70,27 @@ def test_what_is_no_capture_is_refused(tmp_path, text, message):
 def test_a_capture_that_is_not_there(tmp_path):
     with pytest.raises(CaptureError, match="cannot read"):
         load_capture(tmp_path / "none.json")
+
+
+def tree_of(bench):
+    (path,) = bench.calls.glob("*.gtraj")
+    calls = read_log(path).calls
+    index = {c.call: i for i, c in enumerate(calls)}
+    return [(c.role, None if c.parent is None else index[c.parent]) for c in calls]
+
+
+@pytest.mark.parametrize(
+    "name", sorted(str(p.relative_to(CAPTURES).with_suffix("")) for p in CAPTURES.glob("*/*.json"))
+)
+async def test_whatever_the_engine_answers_the_tree_is_the_capture_s(bench, http, replay, tmp_path, name):
+    """The reference is `parts/replay.py`, whose engine samples what was recorded."""
+    done = await replay(bench, http, json.loads((CAPTURES / f"{name}.json").read_text()))
+    expected = list(zip(done.roles, done.parents, strict=True))
+    bench.calls, bench.metrics = tmp_path / "again", tmp_path / "again.json"
+    bench.brain.queue.clear()
+    async with bench.proxy() as proxy:
+        found = [one async for one in replay_capture(load_capture(CAPTURES / f"{name}.json"), proxy.url, "k")]
+        counts = proxy.service.metrics.counts
+    assert [one.status for one in found] == [200] * len(found)
+    assert tree_of(bench) == expected
+    assert counts["foreign_turns"] == done.counts["foreign_turns"]

@@ -1,12 +1,14 @@
 """Replays recorded traffic of a harness through a proxy: does every request pass, and what tree does it make?
 
 A capture is a JSON list of exchanges, or JSON Lines of them: `{"method", "path", "headers", "body", "response"}`, as a
-recording proxy in between writes them. Answers come from the engine, so they differ from those recorded; the ids of
-tool calls in later requests are replaced, in order, by the ones this proxy made, as a harness would have sent them.
+recording proxy in between writes them. Answers come from the engine, so they differ from those recorded; in later
+requests the recorded answers and the ids of their tool calls are replaced by the ones this proxy gave, as a harness
+would have sent them. A stream that is asked for again at once was cut: its repeat is sent while it runs, and joins it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import aiohttp
 import msgspec
 
 from gyre_agent_proxy.errors import CaptureError
+from gyre_agent_proxy.substitute import Substitutes
 
 _CALLS = {"function", "tool_use", "function_call", "custom_tool_call"}
 _OWN = {"authorization", "x-api-key", "content-length", "host", "connection", "accept-encoding"}
@@ -66,38 +69,68 @@ async def replay(capture: list[Exchange], url: str, key: str, deadline: float = 
 
     deadline: seconds for one answer. Streams are asked for as they were.
     """
-    ids: dict[str, str] = {}  # of tool calls: the capture's -> the proxy's
     timeout = aiohttp.ClientTimeout(total=deadline)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        for index, exchange in enumerate(capture):
-            headers = {n: v for n, v in exchange.headers.items() if n.lower() not in _OWN}
-            headers["authorization"] = f"Bearer {key}"
-            data = None
-            if exchange.body is not None:
-                text = msgspec.json.encode(exchange.body).decode()
-                for theirs, ours in ids.items():
-                    text = text.replace(theirs, ours)
-                data = text.encode()
-                headers.setdefault("content-type", "application/json")
-            begun = time.monotonic()
-            status, detail, raw = 0, "", b""
-            try:
-                async with session.request(exchange.method, url + exchange.path, data=data, headers=headers) as answer:
-                    raw, status = await answer.read(), answer.status
-            except (aiohttp.ClientError, TimeoutError) as e:
-                detail = f"{type(e).__name__}: {e}"
-            if status == 200:
-                ids |= dict(zip(_call_ids(exchange.response), _answered_ids(raw), strict=False))
-            elif raw:
-                detail = raw.decode(errors="replace")[:300]
-            yield Replayed(
-                index=index,
-                method=exchange.method,
-                path=exchange.path,
-                status=status,
-                seconds=time.monotonic() - begun,
-                detail=detail,
-            )
+        player = _Player(session, url, key)
+        at = 0
+        while at < len(capture):
+            end = at + 1
+            while end < len(capture) and _repeats(capture[end - 1], capture[end]):
+                end += 1
+            for done in await asyncio.gather(*(player.send(i, capture[i]) for i in range(at, end))):
+                yield done
+            at = end
+
+
+class _Player:
+    """Sends exchanges and remembers what they were answered."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, key: str) -> None:
+        self._session = session
+        self._url = url
+        self._key = key
+        self._ids: dict[str, str] = {}  # of tool calls: the capture's -> the proxy's
+        self._turns = Substitutes()
+
+    async def send(self, index: int, exchange: Exchange) -> Replayed:
+        headers = {n: v for n, v in exchange.headers.items() if n.lower() not in _OWN}
+        headers["authorization"] = f"Bearer {self._key}"
+        data = None
+        if exchange.body is not None:
+            text = msgspec.json.encode(self._turns.apply(exchange.path, exchange.body)).decode()
+            for theirs, ours in self._ids.items():
+                text = text.replace(theirs, ours)
+            data = text.encode()
+            headers.setdefault("content-type", "application/json")
+        begun = time.monotonic()
+        status, detail, raw = 0, "", b""
+        ask = self._session.request(exchange.method, self._url + exchange.path, data=data, headers=headers)
+        try:
+            async with ask as answer:
+                raw, status = await answer.read(), answer.status
+        except (aiohttp.ClientError, TimeoutError) as e:
+            detail = f"{type(e).__name__}: {e}"
+        if status == 200:
+            self._ids |= dict(zip(_call_ids(exchange.response), _answered_ids(raw), strict=False))
+            self._turns.note(exchange.path, exchange.body, exchange.response, raw)
+        elif raw:
+            detail = raw.decode(errors="replace")[:300]
+        return Replayed(
+            index=index,
+            method=exchange.method,
+            path=exchange.path,
+            status=status,
+            seconds=time.monotonic() - begun,
+            detail=detail,
+        )
+
+
+def _repeats(exchange: Exchange, following: Exchange) -> bool:
+    """Whether `following` asks again for the stream that `exchange` asked for."""
+    one, other = exchange.body, following.body
+    if not (isinstance(one, dict) and isinstance(other, dict) and one.get("stream")):
+        return False
+    return exchange.path == following.path and one == {**other, "stream": True}
 
 
 def _answered_ids(raw: bytes) -> list[str]:
