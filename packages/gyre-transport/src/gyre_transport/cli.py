@@ -1,32 +1,70 @@
-"""`gyre-transport`: what the transport can do on this machine."""
+"""`gyre-transport`: what the transport can do on this machine, how fast, and model folders moved between machines."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; returns the exit code: 0 well, 1 with a message on stderr, 2 wrong usage."""
+    arguments = _parser().parse_args(argv)
+    from gyre_transport.errors import TransportError
+
+    try:
+        return int(_COMMANDS[arguments.command](arguments))
+    except TransportError as e:
+        print(f"gyre-transport: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gyre-transport", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
     doctor = commands.add_parser(
         "doctor",
         help="try every way to read another process's memory; exit code 1 if a needed one does not work",
     )
-    doctor.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
-    arguments = parser.parse_args(argv)
-    return _doctor(as_json=arguments.json)
+    doctor.add_argument("--json", action="store_true", help="print a list of objects instead of text")
+
+    snapshot = commands.add_parser("snapshot", help="move a model folder between machines or processes")
+    moves = snapshot.add_subparsers(dest="command", required=True, metavar="serve|pull")
+    serve = moves.add_parser("serve", help="let others pull a folder, until interrupted")
+    serve.set_defaults(command="snapshot serve")
+    serve.add_argument("folder", type=Path, metavar="FOLDER", help="weights, config and tokenizer of a model")
+    serve.add_argument(
+        "--ticket", type=Path, metavar="FILE", help="where to write the ticket (NAME.ticket here; -: stdout)"
+    )
+    serve.add_argument(
+        "--listen", default="127.0.0.1", metavar="ADDRESS", help="address to serve at (0.0.0.0: all; default: loopback)"
+    )
+    serve.add_argument("--port", type=int, default=0, help="default: a free one")
+    serve.add_argument("--advertise", metavar="ADDRESS", help="address others reach this machine at, if not --listen")
+    serve.add_argument("--for", type=float, dest="seconds", metavar="SECONDS", help="stop after that long")
+
+    pull = moves.add_parser("pull", help="bring the folder that a ticket opens")
+    pull.set_defaults(command="snapshot pull")
+    pull.add_argument("ticket", type=Path, metavar="TICKET", help="file that `snapshot serve` wrote (-: stdin)")
+    pull.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="must not exist, or be empty")
+    pull.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS", help="default: an hour")
+    pull.add_argument("--via", choices=("shm", "verbs", "tcp"), help="that way or none (default: the first that works)")
+    pull.add_argument("--json", action="store_true", help="print what was done as an object")
+    return parser
 
 
-def _doctor(*, as_json: bool) -> int:
+def _doctor(arguments: argparse.Namespace) -> int:
+    import json
+
     import msgspec
 
     from gyre_transport.doctor import examine
 
     findings = examine()
-    if as_json:
+    if arguments.json:
         print(json.dumps(msgspec.to_builtins(findings), indent=2))
     else:
         print(f"{'backend':<9}{'works':<7}{'for':<54}detail")
@@ -34,6 +72,20 @@ def _doctor(*, as_json: bool) -> int:
             print(f"{f.backend:<9}{'yes' if f.works else 'no':<7}{f.use:<54}{f.detail}")
     return 1 if any(f.needed and not f.works for f in findings) else 0
 
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from gyre_transport.folder.commands import serve_folder
+
+    return serve_folder(arguments)
+
+
+def _pull(arguments: argparse.Namespace) -> int:
+    from gyre_transport.folder.commands import pull_folder
+
+    return pull_folder(arguments)
+
+
+_COMMANDS = {"doctor": _doctor, "snapshot serve": _serve, "snapshot pull": _pull}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -79,3 +79,7 @@ class ShapeMismatch(DataError):
 
 class ChecksumMismatch(DataError):
     """Bytes arrived that are not the bytes that were published."""
+
+
+class TicketError(DataError):
+    """A ticket of a served folder cannot be written or used."""
