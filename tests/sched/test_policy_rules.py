@@ -17,7 +17,8 @@ def paced(new_desk):
     """Four cells; after a first burst in which every execution took 100 s and a cell trained 1 unit a second."""
 
     def make(**settings):
-        desk = new_desk(cells=4, capacity=2, per_burst=1, steps=8, leave="deadline", **settings)
+        rule = {"leave": "deadline", "leave_within": 1.0, **settings}
+        desk = new_desk(cells=4, capacity=2, per_burst=1, steps=8, **rule)
         desk.burst(0, 8)
         for i in range(8):
             desk.send(p.Started(execution=f"a{i}"))
@@ -81,9 +82,9 @@ def test_when_the_burst_is_over_or_nothing_is_known_the_water_level_alone_decide
     assert desk.kinds("transfer")[1].numbers["burst_seconds"] is None
 
 
-def test_the_margin_keeps_a_cell_that_would_leave_for_little(paced):
-    for margin, role in ((0.0, Role.DRAINING), (0.5, Role.ROLLOUT)):
-        desk = paced(leave_margin=margin)
+def test_a_wider_window_keeps_a_cell_that_would_leave_for_little(paced):
+    for within, role in ((1.0, Role.DRAINING), (1.5, Role.ROLLOUT)):
+        desk = paced(leave_within=within)
         desk.at += 40.0
         for i in range(4):
             desk.send(p.Terminated(execution=f"b{i}"))
@@ -251,7 +252,8 @@ def test_continuous_admission_grants_as_soon_as_nobody_waits_and_refreshes_in_pl
     [
         ({"leave_quantile": 1.0}, "less than 1"),
         ({"leave_quantile": 0.0}, "must be positive"),
-        ({"leave_margin": -0.1}, "must not be negative"),
+        ({"leave_within": 0.0}, "must be positive"),
+        ({"dwell": -0.1}, "must not be negative"),
         ({"standalone": -1}, "must not be negative"),
         ({"max_staleness": -1}, "leave it out"),
         ({"schedule": "async", "cells": 2, "trainers": 2}, "needs an engine"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_sched import __version__
+from gyre_sched.cli_simulate import add_parsers
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -188,6 +189,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, help="file to write (default RUN/report.html)")
     report.add_argument("--json", action="store_true", help="one JSON object")
     report.set_defaults(run=_report)
+    add_parsers(commands)
     return top
 
 

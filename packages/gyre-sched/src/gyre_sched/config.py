@@ -8,7 +8,7 @@ import msgspec
 
 from gyre_sched.face.config import WebConfig
 
-_MAY_BE_ZERO = {"dwell", "leave_margin"}
+_MAY_BE_ZERO = {"dwell"}
 
 
 class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,7 +22,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_staleness: int | None = None  # versions; None: what the schedule brings by itself (README)
     leave: Literal["water", "deadline"] = "water"  # deadline: and only if the trainers cannot keep up without the cell
     leave_quantile: float = 0.9  # of past durations, given the age: when a running execution is taken to end
-    leave_margin: float = 0.0  # hysteresis: the trainers must be late by this share of the time left
+    leave_within: float = 0.4  # share of the time left in which those who train must be done, or the next cell leaves
     dwell: float = 0.0  # a cell stays in rollout this long before it may leave again
     order: Literal["planned", "longest"] = "planned"  # which groups start first when not all can: longest predicted
     durations: str = ""  # a trace that seeds the predictor; empty: it learns in the run

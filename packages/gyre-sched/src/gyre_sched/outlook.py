@@ -25,11 +25,11 @@ class Outlook:
     burst_seconds: float | None  # until the last execution has ended
     known: int  # past durations that this was taken from
 
-    def keeps_up(self, margin: float) -> bool:
-        """Whether the cells in training are done in time, or late by less than `margin` of the time left."""
+    def keeps_up(self, within: float) -> bool:
+        """Whether the cells in training are done within this share of the time left."""
         if self.train_seconds is None or self.burst_seconds is None:
             return False
-        return self.train_seconds <= self.burst_seconds * (1.0 + margin)
+        return self.train_seconds <= self.burst_seconds * within
 
     def numbers(self) -> dict[str, float | int | str | None]:
         """For the journal."""

@@ -271,7 +271,7 @@ class Policy:
             self._recover(cell, at)
         if cell := rules.next_to_train(state, at, config):
             seen = outlook(state, at, config) if config.leave == "deadline" else None
-            if seen and seen.keeps_up(config.leave_margin):
+            if seen and seen.keeps_up(config.leave_within):
                 self._hold(cell, at, seen)
             else:
                 self._transfer(cell, at, seen)

@@ -62,16 +62,17 @@ class Durations:
         """Seconds until the last of `running` ends, each taken to last for its conditional quantile; 0 for one that
         outlasts every past duration, of which nothing is known.
 
-        The quantile of the total duration is a step function of the age, so only the youngest execution of each step
-        matters: the cost is a bisection a kept duration, whatever the number of executions.
+        The quantile of the total duration is a step function of the age, so of the executions on one step only the
+        youngest matters: the cost is two bisections a step that somebody is on, whatever the number of executions.
         """
-        worst = step = 0.0
-        for i, duration in enumerate(self._sorted):
-            started = running.youngest(at - step)
-            if started is not None and at - started < duration:
-                left = len(self._sorted) - i
-                worst = max(worst, started + self._sorted[i + min(left - 1, int(share * left))] - at)
-            step = duration
+        worst, age, step = 0.0, 0.0, -1
+        while (started := running.youngest(at - age)) is not None:
+            step = max(step + 1, bisect_right(self._sorted, at - started))
+            if step >= len(self._sorted):
+                break
+            left = len(self._sorted) - step
+            worst = max(worst, started + self._sorted[step + min(left - 1, int(share * left))] - at)
+            age = self._sorted[step]
         return worst
 
 
