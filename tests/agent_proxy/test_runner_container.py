@@ -176,6 +176,26 @@ def test_what_is_mounted_is_not_the_system_and_covers_no_workspace(box: Containe
         box.run(["x"], {}, msgspec.structs.replace(HARNESS, read=(tmp_path / "a,b",)))
 
 
+def test_what_is_hidden_in_a_folder_that_is_shown(box: Container, tmp_path: Path) -> None:
+    """As in the sandbox: an installation that holds the tasks and the run is shown without them."""
+    run, tasks = tmp_path / "runs", tmp_path / "tasks"
+    view = View(
+        cwd=run / "w",
+        write=(run / "w", run / "home"),
+        places={run / "w": Path("/app")},
+        read=(tmp_path, tmp_path / "agent.py", run / "instructions" / "t.md"),
+        hidden=(run, tasks, Path("/elsewhere")),
+        proxy=True,
+    )
+    said = options(box.run(["x"], {}, view))["--mount"]
+    assert [mount for mount in said if mount.startswith("type=tmpfs")] == [
+        f"type=tmpfs,target={run}",
+        f"type=tmpfs,target={tasks}",
+    ]
+    targets = [mount.split("target=")[1] for mount in said if "/run/gyre" not in mount and "tmpfs" not in mount]
+    assert targets == [f"{tmp_path},readonly", f"{run}/instructions/t.md,readonly", f"{run}/home", "/app"]
+
+
 def test_a_python_with_a_shared_library_finds_it(box: Container, monkeypatch: pytest.MonkeyPatch) -> None:
     image = ("PATH=/bin", "LD_LIBRARY_PATH=/opt/lib")
     monkeypatch.setattr("sysconfig.get_config_var", lambda name: 1)
@@ -186,6 +206,11 @@ def test_a_python_with_a_shared_library_finds_it(box: Container, monkeypatch: py
 
 
 def test_an_image_s_own_python(box: Container) -> None:
+    python = Path(sys.base_prefix).resolve()
+    said = options(box.run(["x"], {}, msgspec.structs.replace(HARNESS, read=(python,))))
+    assert sum(f"source={python}," in mount for mount in said["--mount"]) == 2, (
+        "for enter.py, and where a harness looks"
+    )
     made = msgspec.structs.replace(box, interpreter="/usr/bin/python3")
     said = options(made.run(["x"], {}, HARNESS))
     assert said["--entrypoint"] == ["/usr/bin/python3"]
@@ -654,14 +679,17 @@ async def test_a_real_container(tmp_path: Path, tmp_path_factory: pytest.TempPat
     assert isinstance(where, Container)
     assert (task.environment / "seed.txt").read_text() == "seed"
     (tmp_path / "agent.py").write_text(LOOK)
+    tmp_path.chmod(0o755)  # what is shown is shown with its permissions
     bench.url = "http://127.0.0.1:8123"
     socket = tmp_path_factory.mktemp("s") / "http"
-    where = msgspec.structs.replace(where, read=(*where.read, tmp_path / "agent.py"), port=8123, socket=socket)
+    where = msgspec.structs.replace(where, read=(*where.read, tmp_path), port=8123, socket=socket)
     python = where.python
     async with await asyncio.start_unix_server(answer, socket):
         socket.chmod(0o666)
         socket.parent.chmod(0o755)
-        end, printed = await bench.start(task, where, python, str(tmp_path / "agent.py"), str(tmp_path / "tasks"))
+        end, printed = await bench.start(
+            task, where, python, str(tmp_path / "agent.py"), str(tmp_path), str(task.tests)
+        )
     assert end.why == "exit 0", printed
     said = json.loads(printed)
     assert said.pop("home") == "/app"
@@ -674,7 +702,7 @@ async def test_a_real_container(tmp_path: Path, tmp_path_factory: pytest.TempPat
         "level": "3",
         "interfaces": ["lo"],
         "proxy": "asked for /x",
-        "hidden": [False],
+        "hidden": [True, False],
         "read only": True,
         "capabilities": ["0000000000000000"],
     }

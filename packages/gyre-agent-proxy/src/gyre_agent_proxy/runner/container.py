@@ -106,8 +106,10 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
             out += ["--memory", f"{self.memory_mb}m", "--memory-swap", f"{self.memory_mb}m"]
         out += ["--interactive"] if view.stdin else []
         out += ["--workdir", str(view.places.get(view.cwd, view.cwd)), "--entrypoint", self.python]
-        for source, (target, readonly) in self._mounts(view, bridged=bridged).items():
+        for target, (source, readonly) in self._mounts(view, bridged=bridged).items():
             out += ["--mount", _mount(source, target, readonly=readonly)]
+        for path in sorted(self._masks(view)):
+            out += ["--mount", f"type=tmpfs,target={_named(path)}"]
         for key, value in sorted(self._env(env, view).items()):
             out += ["--env", key if _by_name(key) else f"{key}={value}"]
         out += [self.image, "-I", "-S", str(_GYRE / "enter.py"), "-1"]
@@ -135,24 +137,29 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
         return [os.path.abspath(found), *argv[1:]]
 
     def _mounts(self, view: View, *, bridged: bool) -> dict[Path, tuple[Path, bool]]:
-        """What is mounted: path -> (where, whether read-only)."""
-        mounts = {Path(enter.__file__): (_GYRE / "enter.py", True), Path(limits.__file__): (_GYRE / "limits.py", True)}
+        """What is mounted: where -> (path, whether read-only)."""
+        mounts = {_GYRE / "enter.py": (Path(enter.__file__), True), _GYRE / "limits.py": (Path(limits.__file__), True)}
         if not self.interpreter:
-            mounts[Path(sys.base_prefix).resolve()] = (_GYRE / "python", True)
+            mounts[_GYRE / "python"] = (Path(sys.base_prefix).resolve(), True)
         if bridged and self.socket is not None:
-            mounts[self.socket.parent] = (_GYRE / "proxy", True)
+            mounts[_GYRE / "proxy"] = (self.socket.parent, True)
         write = {path: path for path in view.write if not any(place.is_relative_to(path) for place in view.places)}
         write |= view.places
-        read = {*self.read, *view.read}
+        read, masks = self._read(view), self._masks(view)
         for path in sorted(read):
-            system = installs.within(path, installs.SYSTEM) and path not in self.read  # the image has its own
-            if (
-                not system
-                and not installs.within(path, read - {path})
-                and not any(place.is_relative_to(path) for place in write.values())
-            ):
-                mounts.setdefault(path, (path, True))
-        return mounts | {path: (inside, False) for path, inside in write.items()}
+            there = installs.within(path, read - {path}) and not installs.within(path, masks)
+            if not there and not any(inside.is_relative_to(path) for inside in view.places.values()):
+                mounts[path] = (path, True)
+        return mounts | {inside: (path, False) for path, inside in write.items()}
+
+    def _read(self, view: View) -> set[Path]:
+        """What is shown of this machine: nothing of the system, which the image has itself, unless it is asked for."""
+        return {*self.read, *(path for path in view.read if not installs.within(path, installs.SYSTEM))}
+
+    def _masks(self, view: View) -> set[Path]:
+        """What is not to be seen in a folder that is shown."""
+        read = self._read(view)
+        return {path for path in view.hidden if installs.within(path, read)}
 
 
 def _by_name(variable: str) -> bool:
@@ -161,7 +168,10 @@ def _by_name(variable: str) -> bool:
 
 
 def _mount(source: Path, target: Path, *, readonly: bool) -> str:
-    for path in (source, target):
-        if any(c in str(path) for c in ',"\n'):
-            raise SandboxError(f"{str(path)!r} cannot be mounted: commas and quotes are not possible; rename it")
-    return f"type=bind,source={source},target={target}" + (",readonly" if readonly else "")
+    return f"type=bind,source={_named(source)},target={_named(target)}" + (",readonly" if readonly else "")
+
+
+def _named(path: Path) -> Path:
+    if any(c in str(path) for c in ',"\n'):
+        raise SandboxError(f"{str(path)!r} cannot be mounted: commas and quotes are not possible; rename it")
+    return path
