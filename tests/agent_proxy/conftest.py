@@ -160,6 +160,7 @@ class ScriptedEngine:
         self.swap: tuple[int, str] | None = None
         self.refuse: str | None = None
         self.self_abort: int | None = None
+        self.rejects: str | None = None  # why it refuses the next request in its stream, after a token out of nothing
         self.report: tuple[int, dict[str, Any]] | None = None  # after so many tokens: an error event
         self.pace = 0.0  # seconds a token
         self.requests: list[dict[str, Any]] = []
@@ -267,7 +268,11 @@ class ScriptedEngine:
                 error = {"error": self.report[1]}
                 await response.write(b"data: " + json.dumps(error).encode() + b"\n\ndata: [DONE]\n\n")
                 return
-            if aborted.is_set() or (self.self_abort is not None and len(ids) >= self.self_abort):
+            if self.rejects is not None:
+                ids.append(5)
+                finish = {"type": "abort", "message": self.rejects, "status_code": 400}
+                self.rejects = None
+            elif aborted.is_set() or (self.self_abort is not None and len(ids) >= self.self_abort):
                 finish = {"type": "abort", "message": "Abort before completion"}
             elif self.cut is not None and len(ids) >= self.cut:
                 transport.abort()  # type: ignore[attr-defined]

@@ -225,3 +225,14 @@ async def test_a_constrained_answer_that_has_to_move_begins_again_unseen(bench, 
     (call,) = read_log(path).calls
     assert [(a.tokens, a.end) for a in call.attempts] == [(0, "drain"), (len(unpack_ids(call.output)), "stop")]
     assert len(unpack_logprobs(call.logprobs)) == len(unpack_ids(call.output))
+
+
+async def test_an_engine_that_never_finishes_a_constrained_answer_is_given_up(bench, http):
+    engine = await bench.engine()
+    engine.self_abort = 2
+    async with bench.proxy(attempts=3) as proxy:
+        body = {"messages": [{"role": "user", "content": "x"}], "response_format": FORM}
+        headers = {"Authorization": "Bearer k"}
+        async with http.post(f"{proxy.url}/v1/chat/completions", json=body, headers=headers) as response:
+            assert response.status == 502, await response.text()
+    assert len(engine.requests) == 3

@@ -250,6 +250,35 @@ async def test_an_error_event_with_400_before_the_first_token_refuses_the_reques
     assert len(a.requests) == 1
 
 
+async def test_a_request_refused_in_the_stream_is_the_harness_s_error_and_nothing_was_sampled(bench):
+    a = await bench.engine()
+    a.rejects = "Failed to compile json grammar"
+    async with bench.proxy() as proxy, client(proxy) as api:
+        with pytest.raises(openai.BadRequestError, match="Failed to compile"):
+            await text_of(api, ASK, False)
+        counts = proxy.service.metrics.counts
+        assert (counts["calls_refused"], counts["engine_failures"], counts["completion_tokens"]) == (1, 0, 0)
+    assert len(a.requests) == 1
+    assert only_log(bench).calls == []
+
+
+async def test_what_an_engine_samples_for_a_call_it_refuses_to_go_on_with_is_not_taken(bench):
+    a, b = await two_engines(bench)
+    a.hold, b.rejects = 5, "not here"
+    bench.brain.says(LONG)
+    async with bench.proxy() as proxy, client(proxy) as api:
+        asking = asyncio.create_task(text_of(api, ASK, False))
+        await a.held.wait()
+        proxy.pool.update(1, [Route(b.url, b.url)], [a.url])
+        proxy.pool.drain(a.url)
+        assert await asking == LONG
+        assert proxy.service.metrics.counts["engine_failures"] == 1
+    (call,) = only_log(bench).calls
+    ends = [(x.tokens, x.end) for x in call.attempts]
+    assert ends[:2] == [(5, "drain"), (0, "error: refused by the engine: not here")]
+    assert unpack_ids(call.output).tolist() == bench.brain.known[0][1]
+
+
 async def test_a_call_nobody_waits_for_is_no_move_of_the_drain_it_was_told_of(bench):
     a = await bench.engine()
     a.hold = 3

@@ -218,6 +218,7 @@ class Generation:
                 self._e.metrics.add("restarts")
                 out.truncate(0)
                 out.logprobs = []
+                end = "error: aborted a constrained answer" if end == "abort" else end
             if self._reason == "drain" and not out.finish:
                 state.moved += 1
                 self._e.metrics.add("moves")
@@ -277,6 +278,8 @@ class Generation:
         try:
             async for event in events:
                 piece = reader.read(event)
+                if piece.finish is not None and _refusal(piece.finish):
+                    return self._refused(piece.finish)
                 versions = piece.versions
                 self._cached = piece.cached, piece.restored
                 if base == 0 and piece.cached:
@@ -300,12 +303,16 @@ class Generation:
             ]
         return "error: the stream ended without a finish reason"
 
+    def _refused(self, finish: dict[str, Any]) -> str:
+        """An engine samples a token even for a request that it refuses, from a prompt of its own: it is not taken."""
+        if not self.output.ids:
+            raise EngineRefused(f"the engine refused the request: {finish.get('message')}")
+        return f"error: refused by the engine: {finish.get('message')}"
+
     def _finished(self, finish: dict[str, Any], base: int) -> str:
         """Take over the engine's finish reason; returns `Attempt.end`."""
         out, kind = self.output, str(finish.get("type"))
         if kind == "abort":
-            if finish.get("status_code") == 400 and not out.ids:
-                raise EngineRefused(f"the engine refused the request: {finish.get('message')}")
             if self._reason or len(out.ids) > base:
                 return self._reason or "abort"
             return f"error: aborted by the engine: {finish.get('message') or 'no reason given'}"
@@ -368,3 +375,7 @@ class Generation:
             text = self._e.vocabulary.decode(self.output.ids[-reach:])
             if (stop := next((s for s in self._sampling.stop if s in text), None)) is not None:
                 self.output.finish, self.output.matched = "stop", stop
+
+
+def _refusal(finish: dict[str, Any]) -> bool:
+    return finish.get("type") == "abort" and finish.get("status_code") == 400
