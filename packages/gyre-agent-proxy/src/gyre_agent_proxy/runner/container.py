@@ -108,8 +108,9 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
         out += ["--workdir", str(view.places.get(view.cwd, view.cwd)), "--entrypoint", self.python]
         for target, (source, readonly) in self._mounts(view, bridged=bridged).items():
             out += ["--mount", _mount(source, target, readonly=readonly)]
+        empty = ",notmpcopyup" if self.client.kind == "podman" else ""  # it would copy what it is to hide
         for path in sorted(self._masks(view)):
-            out += ["--mount", f"type=tmpfs,target={_named(path)}"]
+            out += ["--mount", f"type=tmpfs,target={_named(path)}{empty}"]
         for key, value in sorted(self._env(env, view).items()):
             out += ["--env", key if _by_name(key) else f"{key}={value}"]
         out += [self.image, "-I", "-S", str(_GYRE / "enter.py"), "-1"]
