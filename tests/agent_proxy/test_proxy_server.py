@@ -358,20 +358,6 @@ async def test_a_run_s_proxy_is_ready_before_its_scheduler(bench, tmp_path, tmp_
 # --- limits and the start-up probe --------------------------------------------------------------------------------
 
 
-async def test_an_execution_samples_no_more_than_its_budget(bench):
-    await bench.engine()
-    bench.brain.says("one two three four five six seven eight nine ten")
-    async with bench.proxy(token_budget=8) as proxy, client(proxy) as api:
-        first = await api.chat.completions.create(model="m", messages=ASK)
-        assert (first.usage.completion_tokens, first.choices[0].finish_reason) == (8, "length")
-        with pytest.raises(openai.PermissionDeniedError, match="8 tokens of the 8") as refused:
-            await api.chat.completions.create(model="m", messages=[{"role": "user", "content": "more"}])
-        assert refused.value.code == "token_budget_exhausted"
-    async with bench.proxy(token_budget=8) as proxy, client(proxy) as api:  # counted from the log after a restart
-        with pytest.raises(openai.PermissionDeniedError):
-            await api.chat.completions.create(model="m", messages=[{"role": "user", "content": "more"}])
-
-
 async def test_the_probe_refuses_what_strips_log_probabilities(bench):
     engine = await bench.engine()
     engine.logprobs = False

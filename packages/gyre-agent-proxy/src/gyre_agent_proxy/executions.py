@@ -36,7 +36,8 @@ class Execution:
     def __init__(self, name: str, history: History) -> None:
         self.name = name
         self.history = history
-        self.sampled = 0  # tokens
+        self.sampled = 0  # tokens of recorded calls
+        self.reserved = 0  # tokens that open calls may sample
         self.attempts: dict[str, Attempt] = {}  # by request digest: running, or answered and not delivered
         self.tasks: set[asyncio.Task[None]] = set()
         self.failing = ""  # why the last call failed, if it did and not by its own fault

@@ -9,22 +9,21 @@ import asyncio
 import logging
 import secrets
 import time
-import uuid
 from collections.abc import Mapping
 
 import msgspec
 
+from gyre_agent_proxy.answer import reply_of
 from gyre_agent_proxy.attempt import Attempt
 from gyre_agent_proxy.budget import fit
 from gyre_agent_proxy.constraint import Demand, constrain
-from gyre_agent_proxy.conversation import Reply, Request, ToolCall, digest
+from gyre_agent_proxy.conversation import Reply, Request, digest
 from gyre_agent_proxy.errors import EngineError, ExecutionEnded, NoEngine, ProxyError, RecordError, TooBusy
 from gyre_agent_proxy.executions import Execution, Executions
 from gyre_agent_proxy.generate import Engines, Generation
 from gyre_agent_proxy.history import Node, Plan
 from gyre_agent_proxy.memo import call_of, node_of
 from gyre_agent_proxy.output import Output
-from gyre_agent_proxy.parse import reasoning_tokens
 from gyre_agent_proxy.recorder import Recorder
 from gyre_agent_proxy.render import Renderer
 from gyre_agent_proxy.roles import Roles, tool_names
@@ -72,6 +71,7 @@ class Service:
             prompt=len(plan.prompt),
             context=self._engines.config.context,
             sampled=execution.sampled,
+            reserved=execution.reserved,
             budget=self._engines.config.token_budget,
         )
         request = self._constrained(msgspec.structs.replace(request, sampling=sampling), plan)
@@ -89,6 +89,7 @@ class Service:
         execution.attempts.pop(request.digest, None)
         execution.attempts[request.digest] = attempt
         self._open += 1
+        execution.reserved += sampling.max_tokens
         task = asyncio.create_task(self._run(execution, attempt, attempt.generation, plan), name=f"call {attempt.call}")
         execution.tasks.add(task)
         task.add_done_callback(execution.tasks.discard)
@@ -218,7 +219,7 @@ class Service:
                     else NoEngine("the call was aborted: the proxy is stopping, or nobody waited for its answer")
                 )
                 return
-            reply = self._reply(execution, attempt, plan, output)
+            reply = reply_of(attempt, plan, output, self._renderer, execution.history)
             node = self._record(execution, attempt, plan, output, reply)
             execution.history.insert(node)
             execution.failing = ""
@@ -232,6 +233,7 @@ class Service:
             )
         finally:
             self._open -= 1
+            execution.reserved -= attempt.request.sampling.max_tokens
             execution.trim()
             attempt.settle(EngineError("the call was cancelled"))
 
@@ -249,33 +251,6 @@ class Service:
         if execution.attempts.get(attempt.request.digest) is attempt:
             del execution.attempts[attempt.request.digest]
         attempt.settle(error)
-
-    def _reply(self, execution: Execution, attempt: Attempt, plan: Plan, output: Output) -> Reply:
-        request = attempt.request
-        said = self._renderer.parse(
-            plan.prompt[-16:].tolist() if self._renderer.plain else plan.prompt.tolist(),
-            output.ids,
-            request.callable_tools,
-            request.sampling.stop,
-        )
-        ids = said.native_ids
-        # Models count their calls from anew; an id that is not unique in the execution would name another turn.
-        if not ids or len(set(ids)) < len(ids) or any(map(execution.history.knows, ids)):
-            ids = tuple(f"call_{uuid.uuid4().hex[:24]}" for _ in said.calls)
-        calls = tuple(ToolCall(id=i, name=n, arguments=a) for i, (n, a) in zip(ids, said.calls, strict=True))
-        return Reply(
-            call=attempt.call,
-            text=said.text,
-            reasoning=said.reasoning,
-            calls=calls,
-            finish="tool_calls" if calls and output.finish == "stop" else output.finish,
-            stop=output.matched if isinstance(output.matched, str) else None,
-            prompt_tokens=len(plan.prompt),
-            completion_tokens=len(output.ids),
-            cached_tokens=output.cached,
-            reasoning_tokens=reasoning_tokens(output.ids, said.reasoning, self._renderer.vocabulary),
-            created=attempt.created,
-        )
 
     def _record(self, execution: Execution, attempt: Attempt, plan: Plan, output: Output, reply: Reply | None) -> Node:
         """Write the call to its log, where it must be once at most, and return its node. Raises `RecordError`."""
