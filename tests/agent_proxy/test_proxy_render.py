@@ -107,6 +107,7 @@ def test_an_extension_is_what_the_whole_template_would_have_written(renderers, t
         ("cut off", "<|im_end|>\n"),
         ("<think>cut off", "\n</think>\n\n<|im_end|>\n"),
         ("<think>thought</think>cut", "<|im_end|>\n"),
+        ("the tag <think> is cut", "<|im_end|>\n"),
         ("ended otherwise<|endoftext|>", "<|im_end|>\n"),
         ("", "<|im_end|>\n"),
     ],

@@ -116,7 +116,7 @@ class TemplateRenderer:
         if len(output) and self._closing and int(output[-1]) == self._closing[0]:
             return self._closing[1:]
         text = self.vocabulary.decode(output)
-        opened = "<think>" in text or self.thinking(prompt)
+        opened = text.lstrip().startswith("<think>") or self.thinking(prompt)
         if opened and "</think>" not in text:
             return self.vocabulary.encode("\n</think>\n\n") + self._closing
         return list(self._closing)
