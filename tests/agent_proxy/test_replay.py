@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gyre_agent_proxy.errors import CaptureError
-from gyre_agent_proxy.replay import load_capture
+from gyre_agent_proxy.replay import Exchange, load_capture
 from gyre_agent_proxy.replay import replay as replay_capture
 from gyre_traj.log import read_log
 
@@ -94,3 +94,18 @@ async def test_whatever_the_engine_answers_the_tree_is_the_capture_s(bench, http
     assert [one.status for one in found] == [200] * len(found)
     assert tree_of(bench) == expected
     assert counts["foreign_turns"] == done.counts["foreign_turns"]
+
+
+async def test_a_cut_stream_is_joined_by_its_repeat_even_if_another_call_comes_between(bench):
+    engine = await bench.engine()
+
+    def exchange(text, response=None):
+        body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": text}]}
+        return Exchange(path="/v1/chat/completions", body=body, response=response)
+
+    capture = [exchange("q", {"cut_after": 1}), exchange("title"), exchange("q"), exchange("title")]
+    async with bench.proxy() as proxy:
+        found = [one async for one in replay_capture(capture, proxy.url, "k")]
+        assert proxy.service.metrics.counts["duplicates"] == 1
+    assert [(one.index, one.status) for one in found] == [(0, 200), (2, 200), (1, 200), (3, 200)]
+    assert len(engine.requests) == 3, "the other one was delivered, and is a sample of its own"

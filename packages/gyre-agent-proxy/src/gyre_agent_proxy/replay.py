@@ -21,6 +21,7 @@ from gyre_agent_proxy.errors import CaptureError
 from gyre_agent_proxy.substitute import Substitutes
 
 _CALLS = {"function", "tool_use", "function_call", "custom_tool_call"}
+_SOON = 5  # exchanges within which a stream that was cut is asked for again
 _OWN = {"authorization", "x-api-key", "content-length", "host", "connection", "accept-encoding"}
 
 
@@ -72,14 +73,13 @@ async def replay(capture: list[Exchange], url: str, key: str, deadline: float = 
     timeout = aiohttp.ClientTimeout(total=deadline)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         player = _Player(session, url, key)
-        at = 0
-        while at < len(capture):
-            end = at + 1
-            while end < len(capture) and _repeats(capture[end - 1], capture[end]):
-                end += 1
-            for done in await asyncio.gather(*(player.send(i, capture[i]) for i in range(at, end))):
-                yield done
-            at = end
+        sent: set[int] = set()
+        for at in range(len(capture)):
+            if at not in sent:
+                group = _asked_again(capture, at)
+                sent.update(group)
+                for done in await asyncio.gather(*(player.send(i, capture[i]) for i in group)):
+                    yield done
 
 
 class _Player:
@@ -123,6 +123,16 @@ class _Player:
             seconds=time.monotonic() - begun,
             detail=detail,
         )
+
+
+def _asked_again(capture: list[Exchange], at: int) -> list[int]:
+    """The exchange at `at` and those that repeat it: at once, or a little later where the capture says it was cut."""
+    found = [at]
+    cut = isinstance(said := capture[at].response, dict) and "cut_after" in said
+    for i in range(at + 1, min(at + _SOON, len(capture))):
+        if (cut or i == found[-1] + 1) and _repeats(capture[found[-1]], capture[i]):
+            found.append(i)
+    return found
 
 
 def _repeats(exchange: Exchange, following: Exchange) -> bool:
