@@ -38,7 +38,7 @@ class EngineClient:
         request itself. Raises `EngineRefused` then, `StreamError` for any other answer that is no stream of events,
         aiohttp's errors when the connection fails.
         """
-        body = {
+        body: dict[str, Any] = {
             "input_ids": input_ids,
             "sampling_params": {**sampling_params(sampling, limit, self.stop_ids), "stream_interval": interval},
             "return_logprob": True,
@@ -46,9 +46,11 @@ class EngineClient:
             "stream": True,
             "rid": rid,
         }
+        data = msgspec.json.encode(body)
+        del input_ids, body  # ten times the size of the ids, and the answer may take minutes
         async with self._session.post(
             f"{url}/generate",
-            data=msgspec.json.encode(body),
+            data=data,
             headers={"content-type": "application/json"},
             timeout=self._stream,
         ) as response:

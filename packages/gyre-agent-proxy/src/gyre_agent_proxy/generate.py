@@ -78,7 +78,7 @@ class Generation:
         self.output = Output()
         self._e = engines
         self._execution = execution
-        self._prompt: list[int] = prompt.tolist()
+        self._prompt = prompt
         self._sampling = sampling
         self._progress = progress
         self._interval = interval
@@ -94,6 +94,11 @@ class Generation:
     def move(self, reason: str) -> None:
         """Leave the present engine and go on elsewhere."""
         self._leave(self._reason or reason)
+
+    def _tokens(self) -> list[int]:
+        """Prompt and output so far."""
+        ids: list[int] = self._prompt.tolist()
+        return ids + self.output.ids if self.output.ids else ids
 
     @property
     def abandoned(self) -> bool:
@@ -169,7 +174,7 @@ class Generation:
         """Have `state` fetch the KV pages that the execution's last engine has of these tokens."""
         if self._came_from is not None:
             source = self._e.pool.pages_at(self._came_from)
-            await self._e.pages.bring(source, state.route.kv, self._prompt + self.output.ids)
+            await self._e.pages.bring(source, state.route.kv, self._tokens())
         await self._gone()
 
     async def _gone(self) -> None:
@@ -269,7 +274,7 @@ class Generation:
         events = self._e.client.generate(
             state.route.url,
             rid,
-            self._prompt + out.ids if out.ids else self._prompt,
+            self._tokens(),
             self._sampling,
             left,
             interval=self._interval,
