@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from gyre_transport.backends.verbs import fabric, library
+from gyre_transport.backends.verbs import fabric, gpu, library
 from gyre_transport.backends.verbs.channel import VerbsChannel, avoided
 from gyre_transport.backends.verbs.fabric import Gid, Port, choose, ports
 from gyre_transport.backends.verbs.handshake import Decline, Offer, Side, decode_answer, decode_offer, encode
@@ -179,3 +179,27 @@ class SimpleLibrary:
     class enums:  # noqa: N801
         IBV_WC_REM_ACCESS_ERR, IBV_WC_REM_INV_REQ_ERR, IBV_WC_REM_OP_ERR = 10, 9, 11
         IBV_WC_RETRY_EXC_ERR, IBV_WC_RNR_RETRY_EXC_ERR, IBV_WC_WR_FLUSH_ERR = 12, 13, 5
+
+
+@pytest.mark.parametrize(
+    ("machine", "way", "says"),
+    [
+        ({}, "staged", "no GPU"),
+        ({"gpus": 8, "direct": True, "dmabuf": True, "kernel": (6, 8)}, "dmabuf", "dma-buf"),
+        ({"gpus": 8, "direct": True, "dmabuf": True, "kernel": (5, 4)}, "staged", "load the kernel module"),
+        ({"gpus": 8, "direct": True, "dmabuf": True, "peermem": True, "kernel": (5, 4)}, "peermem", "nvidia-peermem"),
+        ({"gpus": 8, "direct": True, "kernel": (6, 8)}, "staged", "load the kernel module nvidia-peermem"),
+        ({"gpus": 1, "dmabuf": True, "peermem": True, "kernel": (6, 8)}, "staged", "does not offer GPUDirect"),
+    ],
+)
+def test_how_gpu_memory_goes_over_rdma(machine, way, says):
+    assert gpu.way(gpu.Machine(**machine)) == way
+    assert says in gpu.how(gpu.Machine(**machine))
+
+
+def test_what_the_kernel_says_of_gpus(tmp_path):
+    assert not gpu.look(tmp_path).peermem
+    (tmp_path / "nvidia_peermem").mkdir()
+    found = gpu.look(tmp_path)
+    assert found.peermem
+    assert found.kernel > (3, 0)

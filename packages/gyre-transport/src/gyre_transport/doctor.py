@@ -5,9 +5,8 @@ python -m gyre_transport.doctor allocate|register      the second process: print
 
 from __future__ import annotations
 
-import ctypes.util
-import importlib.util
 import os
+import resource
 import selectors
 import subprocess
 import sys
@@ -16,8 +15,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from gyre_transport.backends.verbs import fabric, gpu, library
 from gyre_transport.endpoint import Backend
-from gyre_transport.errors import DataError, TransportError
+from gyre_transport.errors import DataError, TransportError, Unreachable
 from gyre_transport.memory import Descriptor, allocate, read, register
 
 _BYTES = 1 << 20
@@ -63,28 +63,46 @@ def examine() -> list[Finding]:
             or "read 1 MiB of another process over loopback; other machines reach this one once transport.listen names "
             "one of its addresses",
         ),
-        Finding(
-            backend="verbs",
-            works=False,
-            needed=False,
-            use="other machines, by RDMA",
-            detail=f"not in this version; {'; '.join(_verbs())}",
-        ),
+        _verbs(fabric.ports()),
     ]
 
 
-def _verbs() -> list[str]:
-    """What is here of what RDMA needs, and what is missing."""
+def _verbs(ports: list[fabric.Port]) -> Finding:
+    """RDMA: tried if a port is there; what is missing if not, or if it does not work."""
+    failed = _try("register", "verbs") if ports else "no active RDMA port"
+    if failed is None:
+        detail = f"read 1 MiB of another process through {', '.join(f'{p} ({p.link})' for p in ports)}"
+    else:
+        detail = "; ".join([failed, *_missing()])
+    return Finding(
+        backend="verbs",
+        works=failed is None,
+        needed=False,
+        use="other machines, by RDMA",
+        detail=f"{detail}; GPU memory: {gpu.how(gpu.look())}",
+    )
+
+
+def _missing() -> list[str]:
+    """What is here of what RDMA needs, and what is not."""
     try:
         devices = sorted(os.listdir("/sys/class/infiniband"))
     except OSError:
         devices = []
-    library = ctypes.util.find_library("ibverbs")
-    return [
-        f"devices: {', '.join(devices)}" if devices else "no RDMA device (/sys/class/infiniband is empty)",
-        f"rdma-core: {library}" if library else "no rdma-core (libibverbs.so)",
-        "pyverbs is installed" if importlib.util.find_spec("pyverbs") else "no pyverbs",
-    ]
+    found = [f"devices: {', '.join(devices)}" if devices else "no RDMA device (/sys/class/infiniband is empty)"]
+    private = library.system_abi()
+    found.append(
+        "no rdma-core (libibverbs.so.1)" if private is None else f"rdma-core is there (private version {private})"
+    )
+    try:
+        library.load()
+        found.append("pyverbs works")
+    except Unreachable as e:
+        found.append(str(e))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
+        found.append(f"at most {soft >> 20:,} MiB may be locked (`ulimit -l`); registered memory is")
+    return found
 
 
 def _try(how: str, via: Backend) -> str | None:

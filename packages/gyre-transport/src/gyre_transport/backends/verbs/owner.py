@@ -13,12 +13,13 @@ import threading
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from gyre_transport.backends.verbs import fabric
 from gyre_transport.backends.verbs.device import Device
 from gyre_transport.backends.verbs.handshake import Accept, Decline, Offer, decode_offer, encode
 from gyre_transport.backends.verbs.queues import QueuePairs
-from gyre_transport.buffers import view
+from gyre_transport.buffers import aligned, view
 from gyre_transport.control import Export
 from gyre_transport.errors import DataError, Unreachable
 from gyre_transport.run import TransportConfig
@@ -32,19 +33,35 @@ class Exposure:
     def __init__(self, export: Export, port: fabric.Port, lock: Any) -> None:
         self.lock = lock  # of `reached` and `withdrawn` together
         self.device = Device.open(port)
-        self.address = view(export.memory).address
+        self.address = 0
         self.reached: set[Reached] = set()
         self.withdrawn = False
         self._region: Any = None
+        self._memory: Any = None  # what is registered
         self.domain: Any = None
         try:
             self.domain = self.device.domain()
             if export.memory.nbytes:
-                access = self.device.v.enums.IBV_ACCESS_REMOTE_READ
-                self._region = self.device.region(self.domain, self.address, export.memory.nbytes, access)
+                self._register(export.memory)
         except BaseException:
             self.close()
             raise
+
+    def _register(self, memory: memoryview) -> None:
+        """Register `memory`; where the kernel cannot pin what is mapped read-only (before 6.2), a copy of it."""
+        access = self.device.v.enums.IBV_ACCESS_REMOTE_READ
+        self._memory = memory
+        try:
+            self.address = view(memory).address
+            self._region = self.device.region(self.domain, self.address, memory.nbytes, access)
+        except Unreachable:
+            if not memory.readonly:
+                raise
+            self._memory = aligned(memory.nbytes)
+            self._memory[:] = np.frombuffer(memory, np.uint8)
+            self.address = int(self._memory.ctypes.data)
+            self._region = self.device.region(self.domain, self.address, memory.nbytes, access)
+            log.info("this kernel cannot register frozen memory: %s bytes were copied for RDMA", f"{memory.nbytes:,}")
 
     @property
     def rkey(self) -> int:
@@ -59,8 +76,9 @@ class Exposure:
             return
         try:
             region.close()
-        except self.device.v.pyverbs_error.PyverbsError:
-            log.exception("memory could not be deregistered; its readers are disconnected instead")
+            self._memory = None
+        except self.device.v.pyverbs_error.PyverbsError as e:
+            log.error("memory could not be deregistered: %s; its readers are disconnected instead", str(e))
             for reached in list(self.reached):
                 reached.close()
 
