@@ -4,7 +4,7 @@ Started as `engine.py PORT FAULTS`; FAULTS is a file with one fault a line, read
     dies            ends with exit code 3 at the start
     never_healthy   /health stays 503
     busy            /flush_cache is refused, as if a request were running
-    update_fails    /update_weights_from_disk answers 400
+    update_fails    /update_weights_from_disk and …_from_tensor answer 400
     update_dies     the process ends in the middle of an update
     wrong_version   the new version is not taken over
     wrong_weights   /weights_checker gives another checksum than the loaded weights have
@@ -33,6 +33,7 @@ class Engine:
         self.version = "0"
         self.released = False
         self.paused = ""
+        self.updating = False
         self.checksum = ""
         self.calls: list[str] = []
 
@@ -48,6 +49,13 @@ class Engine:
                 if "hangs" in now:
                     await asyncio.sleep(3600)
                 return web.Response(status=503 if "never_healthy" in now else 200)
+            case "/generate" if "seconds" in body:  # a request of a stand-in for a proxy
+                end = asyncio.get_running_loop().time() + body["seconds"]
+                while asyncio.get_running_loop().time() < end:
+                    if self.released:
+                        return web.Response(status=500, text="a request reached an engine without memory")
+                    await asyncio.sleep(0.005)
+                return web.json_response({"output_ids": [1, 2]})
             case "/generate":
                 meta = {"weight_version": self.version, "finish_reason": {"type": "length"}}
                 return web.json_response({"output_ids": [1, 2], "meta_info": meta})
@@ -65,18 +73,32 @@ class Engine:
             case "/weights_checker":
                 checksum = "0" * 16 if "wrong_weights" in now else self.checksum
                 return web.json_response({"ranks": [{"checksums": {"w": checksum}}]})
+            case "/begin_weight_update" | "/end_weight_update":
+                if (path == "/begin_weight_update") == self.updating:
+                    return web.Response(status=400)
+                self.updating = not self.updating
+            case "/update_weights_from_tensor":
+                assert self.updating
+                assert body["serialized_named_tensors"]
+                self.checksum = ""
+                return self.update(body, now)
             case "/update_weights_from_disk":
                 data = (Path(body["model_path"]) / "model.safetensors").read_bytes()
                 weights = data[8 + int.from_bytes(data[:8], "little") :]
                 self.checksum = hashlib.sha256(weights).hexdigest()[:16]
-                assert body["flush_cache"] == (self.paused == "retract")
-                assert not body["abort_all_requests"]
-                if "update_dies" in now:
-                    os._exit(5)
-                if "update_fails" in now:
-                    return web.json_response({"success": False, "message": "a scripted failure"}, status=400)
-                if "wrong_version" not in now:
-                    self.version = body["weight_version"]
+                return self.update(body, now)
+        return web.Response()
+
+    def update(self, body: dict, now: set[str]) -> web.Response:
+        if body["weight_version"] is not None:
+            assert body["flush_cache"] == (self.paused == "retract")
+        assert not body["abort_all_requests"]
+        if "update_dies" in now:
+            os._exit(5)
+        if "update_fails" in now:
+            return web.json_response({"success": False, "message": "a scripted failure"}, status=400)
+        if "wrong_version" not in now:
+            self.version = body["weight_version"] or self.version
         return web.Response()
 
 

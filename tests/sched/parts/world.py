@@ -269,7 +269,13 @@ class World:
             )
         )  # fmt: skip
         assert isinstance(reply, p.Registered)
-        assert agent.fence.registered(reply, self.now)
+        instance, sent = agent.instance, self.now
+
+        def arrives() -> None:  # an order may overtake it
+            if agent.instance == instance and reply.registration > agent.fence.registration:
+                assert agent.fence.registered(reply, sent)
+
+        self.later(self.some(min(self.slow, 1.0)), arrives)
 
     def _state(self, i: int) -> None:
         agent = self.agents[i]

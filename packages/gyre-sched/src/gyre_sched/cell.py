@@ -51,6 +51,7 @@ class Pending:
 
     call: int
     request: EnterTraining | EnterRollout | Refresh
+    refused: bool = False  # the agent was fenced, or did not know its registration yet
 
 
 @dataclass(slots=True)

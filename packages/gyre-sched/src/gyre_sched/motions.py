@@ -97,6 +97,7 @@ class Motions:
         if self.state.moving and self.state.moving.cell == cell.index:
             self.state.moving = None
         cell.pending, cell.routable, cell.trainer_lost, cell.retry_at = None, False, None, at + retry_after
+        cell.state = None  # whatever the agent says next says something new
         if cell.role is not to:
             self.move(cell, to, at)
 

@@ -181,7 +181,7 @@ class Policy:
             self._refreshed(cell, at, reply)
 
     def _fenced(self, cell: Cell, at: float, reply: p.Fenced) -> None:
-        """The agent did not take the order, which stays pending: it is given again when the agent is registered anew.
+        """The agent did not take the order, which stays pending: it is given again when the agent is heard next.
         Raises `Superseded` when it takes orders of a later term: this scheduler is not the run's any more."""
         if reply.term > self.state.term:
             raise Superseded(
@@ -189,6 +189,8 @@ class Policy:
                 "scheduler of this run was started since; this one ends"
             )
         self._do.record("fenced", at, cell, {"term": reply.term, "detail": reply.detail})
+        if cell.pending is not None:
+            cell.pending.refused, cell.state = True, None
 
     def _entered(self, cell: Cell, at: float, reply: p.Done) -> None:
         began = self.state.moving.began if self.state.moving else at
@@ -259,8 +261,7 @@ class Policy:
         state, config = self.state, self.config
         self._watch_drain(at)
         self._settle(at)
-        bare = state.water > 0 and not state.by_role[Role.ROLLOUT]
-        state.bare_since = (at if state.bare_since is None else state.bare_since) if bare else None
+        self._watch_floor(at)
         if cell := rules.recalled(state, at, config):
             self._do.leave(cell, at, "recalled: no engine is routable")
         for cell in rules.returning(state, at, config):
@@ -277,6 +278,13 @@ class Policy:
                 self._transfer(cell, at, seen)
                 self._watch_drain(at)
         self._watch_core(at)
+        self._watch_floor(at)  # once more, so that a step leaves nothing for the next one to notice
+
+    def _watch_floor(self, at: float) -> None:
+        """Since when there is work and no engine to route it to."""
+        state = self.state
+        bare = state.water > 0 and not state.by_role[Role.ROLLOUT]
+        state.bare_since = (at if state.bare_since is None else state.bare_since) if bare else None
 
     def _hold(self, cell: Cell, at: float, seen: Outlook) -> None:
         """The water level would let the cell go, but nobody waits for it: said once, until one leaves."""

@@ -217,6 +217,8 @@ class Requests:
                 raise Refused(f"cell {m.cell} was silent for a lease; say hello to be registered anew")
             self._do.move(cell, Role.FAILED, at)
         cell.state, cell.trainer = m, m.trainer
+        if cell.pending is not None and cell.pending.refused:
+            self._do.again(cell)
         self._engine_seen(cell, m, at)
         self._trainer_seen(cell, m, at)
         if cell.role is Role.FAILED:
