@@ -31,6 +31,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print a list of objects instead of text")
 
+    bench = commands.add_parser("bench", help="measure every way here, beside memcpy, plain sockets, ZeroMQ, Mooncake")
+    bench.add_argument("--size", type=int, default=256, metavar="MIB", help="of the large read (default: 256)")
+    bench.add_argument("--count", type=int, default=1_000, metavar="N", help="small reads, 64 KiB each (default: 1000)")
+    bench.add_argument("--rounds", type=int, default=3, metavar="N", help="through all ways in turn (default: 3)")
+    bench.add_argument("--json", action="store_true", help="print every time, in seconds, as an object")
+
     snapshot = commands.add_parser("snapshot", help="move a model folder between machines or processes")
     moves = snapshot.add_subparsers(dest="command", required=True, metavar="serve|pull")
     serve = moves.add_parser("serve", help="let others pull a folder, until interrupted")
@@ -61,16 +67,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     import msgspec
 
-    from gyre_transport.doctor import examine
+    from gyre_transport.doctor import examine, text
 
     findings = examine()
-    if arguments.json:
-        print(json.dumps(msgspec.to_builtins(findings), indent=2))
-    else:
-        print(f"{'backend':<9}{'works':<7}{'for':<54}detail")
-        for f in findings:
-            print(f"{f.backend:<9}{'yes' if f.works else 'no':<7}{f.use:<54}{f.detail}")
+    print(json.dumps(msgspec.to_builtins(findings), indent=2) if arguments.json else text(findings))
     return 1 if any(f.needed and not f.works for f in findings) else 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from gyre_transport.bench.command import bench
+
+    return bench(arguments)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -85,7 +92,7 @@ def _pull(arguments: argparse.Namespace) -> int:
     return pull_folder(arguments)
 
 
-_COMMANDS = {"doctor": _doctor, "snapshot serve": _serve, "snapshot pull": _pull}
+_COMMANDS = {"doctor": _doctor, "bench": _bench, "snapshot serve": _serve, "snapshot pull": _pull}
 
 if __name__ == "__main__":
     sys.exit(main())

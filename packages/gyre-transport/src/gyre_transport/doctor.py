@@ -5,17 +5,20 @@ python -m gyre_transport.doctor allocate|register      the second process: print
 
 from __future__ import annotations
 
+import contextlib
 import os
-import resource
 import selectors
+import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import zmq
 
-from gyre_transport.backends.verbs import fabric, gpu, library
+from gyre_transport.backends.verbs import library
 from gyre_transport.endpoint import Backend
 from gyre_transport.errors import DataError, TransportError, Unreachable
 from gyre_transport.memory import Descriptor, allocate, read, register
@@ -27,82 +30,132 @@ _WAIT = 20.0  # seconds
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One way on this machine."""
 
-    backend: str  # shm (its memfd) | process (its process_vm_readv) | tcp | verbs
+    backend: str  # process (shm, by process_vm_readv) | shm (its memfd) | tcp | verbs | bus
     works: bool
     needed: bool  # nothing of Gyre runs without it
-    use: str
+    use: str  # what it is for, in words that need no explanation
     detail: str  # how it was tried, or why it does not work
+    remedy: str = ""  # what to do where it does not work
 
 
 def examine() -> list[Finding]:
     """Try every way."""
-    shm = _try("allocate", "shm")
     process = _try("register", "shm")
+    shm = _try("allocate", "shm")
     tcp = _try("register", "tcp")
     return [
-        Finding(
-            backend="shm",
-            works=shm is None,
-            needed=tcp is not None,
-            use="one machine, where the next does not work: snapshots",
-            detail=shm or "read 1 MiB of another process through its memfd",
-        ),
         Finding(
             backend="process",
             works=process is None,
             needed=tcp is not None,
-            use="one machine: snapshots, memory given to register()",
-            detail=process or "read 1 MiB of another process with process_vm_readv",
+            use="between processes of this machine: one copies the memory of the other",
+            detail=process or "read 1 MiB of a second process with process_vm_readv",
+            remedy=""
+            if process is None
+            else "run both as one user in one container; allow it with --cap-add SYS_PTRACE, or with "
+            "`sysctl kernel.yama.ptrace_scope=0`. Without it the next ways are taken, at less speed",
+        ),
+        Finding(
+            backend="shm",
+            works=shm is None,
+            needed=tcp is not None,
+            use="between processes of this machine, where the way above is forbidden",
+            detail=shm or "read 1 MiB of a second process through its memfd",
+            remedy="" if shm is None else "run both as one user in one container, with /proc mounted",
         ),
         Finding(
             backend="tcp",
             works=tcp is None,
             needed=shm is not None or process is not None,
-            use="where the above do not work, and other machines",
+            use="between machines over any network, and here where the ways above do not work",
             detail=tcp
-            or "read 1 MiB of another process over loopback; other machines reach this one once transport.listen names "
-            "one of its addresses",
+            or "read 1 MiB of a second process over loopback. Other machines reach this one once transport.listen "
+            f"names one of its addresses{_address()}",
+            remedy=""
+            if tcp is None
+            else "allow connections to 127.0.0.1; `ip link set lo up` where there is no loopback",
         ),
-        _verbs(fabric.ports()),
+        _verbs(),
+        _bus(),
     ]
 
 
-def _verbs(ports: list[fabric.Port]) -> Finding:
-    """RDMA: tried if a port is there; what is missing if not, or if it does not work."""
-    failed = _try("register", "verbs") if ports else "no active RDMA port"
-    if failed is None:
-        detail = f"read 1 MiB of another process through {', '.join(f'{p} ({p.link})' for p in ports)}"
-    else:
-        detail = "; ".join([failed, *_missing()])
+def _verbs() -> Finding:
+    """RDMA: what is here of what it needs, and whether it works."""
+    devices = _devices()
+    failed = _try("register", "verbs") if devices else "this machine has no RDMA device, or this container sees none"
+    missing = []
+    if not devices:
+        missing.append(
+            "a network card that can do RDMA (InfiniBand, or Ethernet with RoCE) and its driver: /sys/class/infiniband "
+            "is empty"
+        )
+    try:
+        library.load()
+    except Unreachable as e:
+        missing.append(str(e))
+    remedy = "; ".join(missing) or "see the reason above; `ibv_devinfo` shows whether the port is up"
     return Finding(
         backend="verbs",
         works=failed is None,
         needed=False,
-        use="other machines, by RDMA",
-        detail=f"{detail}; GPU memory: {gpu.how(gpu.look())}",
+        use="between machines with RDMA: the network card reads the memory, many times faster than tcp",
+        detail=failed or f"read 1 MiB of a second process through {', '.join(devices)}",
+        remedy="" if failed is None else f"needed for it: {remedy}. Without it tcp is used; nothing else is lost",
     )
 
 
-def _missing() -> list[str]:
-    """What is here of what RDMA needs, and what is not."""
+def _bus() -> Finding:
+    works = zmq.has("curve")
+    return Finding(
+        backend="bus",
+        works=works,
+        needed=False,
+        use="messages between machines, encrypted under the run's keys",
+        detail=f"libzmq {zmq.zmq_version()} {'has' if works else 'was built without'} CURVE",
+        remedy="" if works else "install pyzmq's own wheel (pip install --force-reinstall pyzmq)",
+    )
+
+
+def text(findings: list[Finding]) -> str:
+    """The findings for people."""
+    lines = ["Can memory of one process be read by another, from here? Each way was tried with a second process.", ""]
+    for f in findings:
+        lines.append(f"{'ok' if f.works else 'MISSING' if f.needed else 'no':<8}{f.backend:<9}{f.use}")
+        for word, said in (("tried" if f.works else "why", f.detail), ("to do", f.remedy)):
+            if said:
+                lines += textwrap.wrap(
+                    said, 110, initial_indent=" " * 8 + f"{word + ':':<9}", subsequent_indent=" " * 17
+                )
+        lines.append("")
+    return "\n".join([*lines, _verdict(findings)])
+
+
+def _verdict(findings: list[Finding]) -> str:
+    lacking = [f.backend for f in findings if f.needed and not f.works]
+    if lacking:
+        return f"Gyre cannot run here: no way works. Make one of {', '.join(lacking)} work."
+    local = next((f.backend for f in findings if f.works), "tcp")
+    far = "verbs" if any(f.backend == "verbs" and f.works for f in findings) else "tcp"
+    return (
+        f"All that Gyre needs is here. It will use {local} on this machine and {far} between machines;\n"
+        "ways that do not work are left out by themselves."
+    )
+
+
+def _devices() -> list[str]:
     try:
-        devices = sorted(os.listdir("/sys/class/infiniband"))
+        return sorted(os.listdir("/sys/class/infiniband"))
     except OSError:
-        devices = []
-    found = [f"devices: {', '.join(devices)}" if devices else "no RDMA device (/sys/class/infiniband is empty)"]
-    private = library.system_abi()
-    found.append(
-        "no rdma-core (libibverbs.so.1)" if private is None else f"rdma-core is there (private version {private})"
-    )
-    try:
-        library.load()
-        found.append("pyverbs works")
-    except Unreachable as e:
-        found.append(str(e))
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
-        found.append(f"at most {soft >> 20:,} MiB may be locked (`ulimit -l`); registered memory is")
-    return found
+        return []
+
+
+def _address() -> str:
+    """This machine's address towards others, as an example."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # nothing is sent: the kernel only says which address it would use
+        return f", such as {probe.getsockname()[0]}"
+    return ""
 
 
 def _try(how: str, via: Backend) -> str | None:

@@ -41,6 +41,35 @@ class Meter:
             sys.stderr.flush()
 
 
+class Tally:
+    """Named steps of a known number; a context manager."""
+
+    def __init__(self, doing: str, total: int, *, quiet: bool = False) -> None:
+        self._doing, self._total, self._quiet = doing, total, quiet
+        self._moves = sys.stderr.isatty()
+        self._done = 0
+        self._shown = time.monotonic()
+
+    def step(self, name: str) -> None:
+        """The next one, called `name`, begins."""
+        self._done += 1
+        now = time.monotonic()
+        if self._quiet or not (self._moves or now - self._shown >= _STILL):
+            return
+        self._shown = now
+        text = f"{self._doing}: {self._done} of {self._total}, {name}"
+        sys.stderr.write(f"\r\x1b[K{text}" if self._moves else f"{text}\n")
+        sys.stderr.flush()
+
+    def __enter__(self) -> Tally:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._moves and not self._quiet:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
 def size(nbytes: float) -> str:
     """Bytes for people: "1.5 GB"."""
     for unit in ("B", "kB", "MB", "GB"):
