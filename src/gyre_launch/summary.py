@@ -73,6 +73,7 @@ def build(run_dir: RunDir) -> dict[str, Any]:
         },
         "steps": steps,
         "cells": _cells(events),
+        "kv": _kv(proxy, run_dir.metrics),
     }
 
 
@@ -88,6 +89,25 @@ def write(summary: dict[str, Any], path: Path) -> None:
 
 def _steps(path: Path) -> list[dict[str, Any]]:
     return [{key: record.get(key) for key in _STEP_KEYS} for record in read_steps(path)]
+
+
+def _kv(proxy: dict[str, Any], metrics: Path) -> dict[str, Any]:
+    """What requests that went to another engine than their execution's last one had computed again there.
+
+    Tokens the new engine had computed itself (a prefix it shares) count on neither side. `pages`: counters of all
+    engines' linkers together, see `gyre_transport.kv.counts`.
+    """
+    pages: Counter[str] = Counter()
+    for path in sorted(metrics.glob("kv-*.json")):
+        pages.update(read_counters(path))
+    return {
+        "requests": proxy.get("relocated", 0),
+        "recomputed_without_moves": proxy.get("relocated_tokens", 0),
+        "recomputed": proxy.get("relocated_recomputed", 0),
+        "moves": proxy.get("kv_moves", 0),
+        "moves_failed": proxy.get("kv_moves_failed", 0),
+        "pages": dict(pages),
+    }
 
 
 def _executions(path: Path) -> dict[str, Any]:
@@ -154,6 +174,13 @@ def text(summary: dict[str, Any]) -> str:
         + (f" ({executions['replaced']} of them replaced)" if executions.get("replaced") else ""),
         f"calls: {run['calls']}, {run['calls_failed']} failed to a harness, {run['calls_moved']} moved between engines",
     ]
+    kv = summary.get("kv", {})
+    if kv.get("requests"):
+        rows.append(
+            f"tokens of {kv['requests']} requests that changed engines: {kv['recomputed']:,} computed again, "
+            f"{kv['recomputed_without_moves']:,} without KV moves"
+            + (f"; {kv['moves_failed']} of {kv['moves']} moves failed" if kv["moves_failed"] else "")
+        )
     if first is not None and last is not None:
         rows.append(f"mean score: {first:.3f} in the first 2 steps, {last:.3f} in the last 2")
     for cell in summary["cells"]:
