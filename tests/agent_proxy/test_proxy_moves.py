@@ -11,6 +11,7 @@ from gyre_agent_proxy.dialects import chat
 from gyre_agent_proxy.dialects.base import Defaults
 from gyre_agent_proxy.engines import Route
 from gyre_agent_proxy.errors import RecordError
+from gyre_agent_proxy.pages import PageMoves
 from gyre_traj import Tree
 from gyre_traj.log import read_log
 from gyre_traj.records import Delivered, unpack_ids, unpack_logprobs
@@ -134,6 +135,22 @@ async def test_tokens_of_a_dead_engine_that_did_not_say_which_weights_sampled_th
     else:  # given up from the event that may hold both, and sampled again
         assert [(s.version, s.start, s.end) for s in call.versions] == [(3, 0, 1), (4, 1, 61)]
         assert (first.tokens, second.tokens) == (1, 60)
+
+
+async def test_an_engine_that_begins_to_drain_while_pages_are_fetched_gets_no_request(bench, monkeypatch):
+    a, b = await two_engines(bench)
+    c = await bench.engine()
+    async with bench.proxy() as proxy, client(proxy) as api:
+
+        async def bring(pages, source, target, tokens):
+            proxy.pool.update(3, [Route(c.url, c.url)], [a.url, b.url])
+
+        proxy.pool.update(1, [Route(a.url, a.url)])
+        await text_of(api, ASK, False)
+        monkeypatch.setattr(PageMoves, "bring", bring)
+        proxy.pool.update(2, [Route(b.url, b.url)], [a.url])
+        await text_of(api, [{"role": "user", "content": "and then?"}], False)
+    assert [len(e.requests) for e in (a, b, c)] == [1, 0, 1]
 
 
 async def test_an_abort_nobody_here_asked_for_is_continued(bench):

@@ -134,6 +134,8 @@ class Generation:
                 if state is None:
                     continue
                 await self._bring(state)
+                if state.draining or not state.routed:
+                    continue  # it began to leave meanwhile, and may have been told that nothing more comes
                 if (detail := await self._attempt(state)) is None:
                     self._e.pool.succeeded(state)
                     continue
