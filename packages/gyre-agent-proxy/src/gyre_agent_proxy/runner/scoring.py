@@ -29,7 +29,7 @@ from gyre_agent_proxy.runner.config import RunnerConfig
 from gyre_agent_proxy.runner.errors import RunnerError
 from gyre_agent_proxy.runner.owner import LABEL, mark, remove
 from gyre_agent_proxy.runner.places import Place
-from gyre_agent_proxy.runner.sandbox import Sandbox, View
+from gyre_agent_proxy.runner.sandbox import Sandbox, View, host_path
 from gyre_agent_proxy.runner.tasks import Task
 from gyre_agent_proxy.runner.workspace import WorkspaceTooLarge, copy, produced
 from gyre_traj.intake import Ending, Outcome
@@ -118,7 +118,7 @@ class Scorer:
             part=folder.name.removeprefix(f"{execution}-"),
         )
         env = {
-            "PATH": os.environ.get("PATH", os.defpath),
+            "PATH": host_path(),
             "HOME": str(places[logs]),
             "LANG": "C.UTF-8",
             "LOGS_DIR": str(places[logs]),
