@@ -41,7 +41,7 @@ class Satellite:
         self._keeper = keeper
         self._cell = cell
         self._failures = 0
-        self._pulled: Snapshot | None = None  # kept: others read it while the version is the current one
+        self._pulled: Snapshot | None = None  # kept while it serves others
         self._held = b""  # the manifest of its weights: a core that was restored makes a version again, and otherwise
 
     def train(self) -> None:
@@ -83,7 +83,7 @@ class Satellite:
         self._failures = 0
         if self._pulled is not None:
             self._pulled.close()
-        self._pulled = snapshot
+        self._pulled = snapshot if snapshot.serves else None
         self._replica.load_weights(tensors(snapshot), version=snapshot.version)
         self._held = joined.manifest
         log.info(

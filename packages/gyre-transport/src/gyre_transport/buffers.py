@@ -137,8 +137,8 @@ def view(memory: Any, *, writable: bool = False) -> Buffer:
         raise ShapeMismatch(f"expected writable memory, got a read-only {type(memory).__name__}; pass a bytearray")
     flat = np.frombuffer(raw, dtype=np.uint8) if raw.nbytes else np.empty(0, np.uint8)
     if isinstance(memory, np.ndarray):
-        dtype, shape = _FROM_NUMPY.get(memory.dtype.str), tuple(memory.shape)
-        if memory.dtype.name == "bfloat16":
+        dtype, shape = _FROM_NUMPY.get(memory.dtype.str), memory.shape
+        if dtype is None and memory.dtype.name == "bfloat16":
             dtype = "BF16"
     else:
         dtype, shape = None, None

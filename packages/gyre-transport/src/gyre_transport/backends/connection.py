@@ -28,6 +28,7 @@ from gyre_transport.descriptor import Descriptor, Endpoint, network
 from gyre_transport.errors import DataError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
 
 _CONNECT = 2.0  # seconds: a machine that is up accepts or refuses sooner
+_LATER = 0.05  # seconds that a deadline may be missed by, for fewer system calls
 _SILENT = 1_900  # ms until the network's silence about a request is an error
 
 
@@ -39,12 +40,14 @@ class Connection:
         self.key = (endpoint, descriptor.owner.generation)
         self.idle_since = 0.0
         self._number = 0
+        self._armed = (0.0, 0.0)  # the deadline that the socket's times were last set for, and when
         family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             adopt(self.interrupt)
             self._connect(endpoint, end)
             self._nonces = self._greet(endpoint, end)
+            self.socket.settimeout(None)  # the kernel keeps the time, or every call would be two
         except BaseException:
             self.socket.close()
             raise
@@ -156,10 +159,13 @@ class Connection:
         return mine + bytes(nonce)
 
     def _arm(self, end: float) -> None:
-        left = end - time.monotonic()
+        now = time.monotonic()
+        left = end - now
         if left <= 0:
             raise _late(end, f"no answer from {self.owner}")
-        self.socket.settimeout(None)  # the kernel keeps the time, or every call would be two
+        if end == self._armed[0] and now - self._armed[1] < _LATER:
+            return
+        self._armed = (end, now)
         timeval = struct.pack("@ll", int(left), int(left % 1 * 1e6) or 1)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

@@ -8,6 +8,7 @@ import logging
 import selectors
 import socket
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,8 +17,9 @@ import numpy as np
 
 from gyre_transport.backends import wire
 from gyre_transport.backends.verbs.owner import Exposures, Reached
-from gyre_transport.backends.wire import Kind, Status, Stretch
+from gyre_transport.backends.wire import Kind, Status
 from gyre_transport.control import Export, Record
+from gyre_transport.layout import Stretch
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ class _Request(NamedTuple):
 
     number: int
     kind: int
-    count: int
+    size: int  # of the body, in its kind's unit
     slot: int
     proof: bytes
     body: bytes
@@ -208,7 +210,8 @@ class Session:
         try:
             answer = None if export.calls is None else export.calls(request.body, self)
         except Exception:
-            log.exception("a call on %d bytes of memory failed", export.memory.nbytes)
+            # as text: a record with the exception would keep this frame's memory mapped
+            log.error("a call on %d bytes of memory failed: %s", export.memory.nbytes, traceback.format_exc())
             answer = None
         if answer is None or len(answer) > wire.MAX_CALL:
             self._refuse(Status.REFUSED, request.number)

@@ -158,9 +158,8 @@ class Peer:
         self._ended: select.poll | None = None
         try:
             self._watch()
-            self._alive()
             self._control = self.open(self.owner.control)
-            self.check()
+            self.check()  # no other process has the secret: if it stands, this is the owner
         except BaseException:
             self.close()
             raise

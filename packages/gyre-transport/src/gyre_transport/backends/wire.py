@@ -26,8 +26,6 @@ import secrets
 import struct
 from enum import IntEnum
 
-from gyre_transport.layout import Stretch as Stretch
-
 MAGIC, VERSION = b"GYRE", 2
 NONCE_BYTES = MAC_BYTES = GENERATION_BYTES = 16
 HELLO = struct.Struct("!4sH16s")
