@@ -49,9 +49,10 @@ class Execution:
         return bool(self.tasks or self.failing or leaving)
 
     def trim(self) -> None:
-        """Bound what is kept for repeated requests; aborted attempts are not."""
-        done = [d for d, a in self.attempts.items() if a.reply.done()]
-        for key in done[: max(0, len(done) - _KEPT)]:
+        """Bound what is kept for repeated requests: answers only, and of those the last."""
+        done = [(d, a.joinable) for d, a in self.attempts.items() if a.reply.done()]
+        answered = [d for d, joinable in done if joinable]
+        for key in [d for d, joinable in done if not joinable] + answered[: max(0, len(answered) - _KEPT)]:
             del self.attempts[key]
 
     def rebuild(self, before: Log) -> None:

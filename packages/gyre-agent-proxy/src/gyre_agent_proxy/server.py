@@ -252,7 +252,10 @@ def _errors(service: Service) -> Middleware:
             error = e
         except RecursionError:
             error = BadRequest("the body is nested too deeply; send less than a few hundred levels")
-        except (ConnectionError, asyncio.CancelledError):
+        except ConnectionError:  # the client's: engines are not talked to here
+            log.info("%s %s: the client hung up", request.method, request.path)
+            return web.Response()
+        except asyncio.CancelledError:
             raise
         except Exception as e:
             log.exception("%s %s failed", request.method, request.path)
