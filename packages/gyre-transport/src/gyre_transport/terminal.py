@@ -12,10 +12,9 @@ _MOVING, _STILL = 0.2, 10.0  # seconds between two looks
 class Meter:
     """Bytes done of bytes in all; `update` may be called from several threads. A context manager."""
 
-    def __init__(self, doing: str, *, quiet: bool = False) -> None:
+    def __init__(self, doing: str) -> None:
         self._doing = doing
         self._moves = sys.stderr.isatty()
-        self._quiet = quiet
         self._began = self._shown = time.monotonic()
         self._lock = threading.Lock()
         self._drawn = False
@@ -24,7 +23,7 @@ class Meter:
         """Show it when it is time to."""
         now = time.monotonic()
         with self._lock:
-            if self._quiet or now - self._shown < (_MOVING if self._moves else _STILL):
+            if now - self._shown < (_MOVING if self._moves else _STILL):
                 return
             self._shown, self._drawn = now, True
             rate = done / max(now - self._began, 1e-9)
@@ -44,8 +43,8 @@ class Meter:
 class Tally:
     """Named steps of a known number; a context manager."""
 
-    def __init__(self, doing: str, total: int, *, quiet: bool = False) -> None:
-        self._doing, self._total, self._quiet = doing, total, quiet
+    def __init__(self, doing: str, total: int) -> None:
+        self._doing, self._total = doing, total
         self._moves = sys.stderr.isatty()
         self._done = 0
         self._shown = time.monotonic()
@@ -54,7 +53,7 @@ class Tally:
         """The next one, called `name`, begins."""
         self._done += 1
         now = time.monotonic()
-        if self._quiet or not (self._moves or now - self._shown >= _STILL):
+        if not (self._moves or now - self._shown >= _STILL):
             return
         self._shown = now
         text = f"{self._doing}: {self._done} of {self._total}, {name}"
@@ -65,7 +64,7 @@ class Tally:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._moves and not self._quiet:
+        if self._moves:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 

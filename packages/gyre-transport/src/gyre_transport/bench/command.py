@@ -1,85 +1,30 @@
-"""`gyre-transport bench`: measure, and show."""
+"""`gyre-transport bench`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
-from statistics import median
-from typing import Any
 
 import msgspec
 
-from gyre_transport.bench.measure import Times, ratio, rounds, table
 from gyre_transport.bench.owner import Owner
-from gyre_transport.bench.paths import SMALL, Paths, base_of
+from gyre_transport.bench.report import measure, text
 from gyre_transport.errors import DataError
-from gyre_transport.terminal import Tally
 
 _COPIES = 5  # of the memory: two at the owner, two here, and what is on its way
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One path. `relative`: its speed over that of `base`, the median of the rounds."""
-
-    path: str
-    seconds: tuple[float, ...]  # a round
-    gb_per_second: float  # of the median round
-    base: str
-    relative: float
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run measured."""
-
-    machine: str
-    cores: int
-    load: tuple[float, float]  # before and after
-    size: int  # bytes of the large read
-    small: int  # bytes of a small one
-    count: int  # small reads
-    skipped: tuple[str, ...]  # peers that are not here
-    large_read: tuple[Result, ...]
-    small_reads: tuple[Result, ...]
-
-
-def measure(size: int, count: int, times: int, *, quiet: bool = False) -> Report:
-    """Read `size` bytes at once and `count` small pieces, `times` rounds. Raises `DataError`, `ProcessError`."""
+def bench(arguments: argparse.Namespace) -> int:
+    """Measure and print. Raises `TransportError`."""
+    if not (1 <= arguments.size <= 1 << 20 and arguments.count >= 1 and arguments.rounds >= 1):
+        raise DataError("--size is at least 1 (MiB), --count and --rounds at least 1")
+    size = arguments.size << 20
     _need_room(size)
-    before = os.getloadavg()[0]
-    with Owner(size) as owner, Paths(owner.told, size, count) as paths:
-        large, small = paths.large(), paths.small()
-        with Tally("measuring", (len(large) + len(small)) * (times + 1), quiet=quiet) as tally:
-            of_large = rounds(large, times, paths.correct, progress=tally.step)
-            of_small = rounds(small, times, progress=tally.step)
-        missing = {"verbs": "verbs" not in paths.works, "shm": "shm" not in paths.works}
-        missing["mooncake (pip install mooncake-transfer-engine-non-cuda)"] = owner.told["mooncake"] is None
-    return Report(
-        machine=platform.processor() or platform.machine(),
-        cores=os.cpu_count() or 1,
-        load=(before, os.getloadavg()[0]),
-        size=size,
-        small=SMALL,
-        count=count,
-        skipped=tuple(name for name, absent in missing.items() if absent),
-        large_read=_results(of_large, size),
-        small_reads=_results(of_small, count * SMALL),
-    )
-
-
-def _results(times: Times, nbytes: int) -> tuple[Result, ...]:
-    return tuple(
-        Result(
-            path=name,
-            seconds=tuple(seconds),
-            gb_per_second=nbytes / median(seconds) / 1e9,
-            base=base_of(name),
-            relative=ratio(times, name, base_of(name)),
-        )
-        for name, seconds in times.items()
-    )
+    with Owner(size) as owner:
+        report = measure(owner, size, arguments.count, arguments.rounds)
+    sys.stdout.write((json.dumps(msgspec.to_builtins(report)) if arguments.json else text(report)) + "\n")
+    return 0
 
 
 def _need_room(size: int) -> None:
@@ -87,34 +32,3 @@ def _need_room(size: int) -> None:
         free = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file}.get("MemAvailable", 1 << 62)
     if free < _COPIES * size:
         raise DataError(f"{size:,} bytes take {_COPIES * size:,} here, {free:,} are free; give a smaller --size")
-
-
-def text(report: Report) -> str:
-    """The report as tables."""
-
-    def rows(results: tuple[Result, ...], of: Any) -> list[list[str]]:
-        return [[r.path, *of(r), f"{r.gb_per_second:.2f}", f"{r.relative:.2f} {r.base}"] for r in results]
-
-    def each(r: Result) -> list[str]:
-        return [f"{report.count / median(r.seconds):,.0f}"]
-
-    machine = f"{report.machine}, {report.cores} cores, load {report.load[0]:.1f} before and {report.load[1]:.1f} after"
-    parts = [
-        f"{machine}; medians of {len(report.large_read[0].seconds)} rounds",
-        table([f"{report.size >> 20} MiB at once", "GB/s", "speed"], rows(report.large_read, lambda r: [])),
-        table(
-            [f"{report.count:,} x {report.small >> 10} KiB", "reads/s", "GB/s", "speed"], rows(report.small_reads, each)
-        ),
-    ]
-    if report.skipped:
-        parts.append("not here: " + ", ".join(report.skipped))
-    return "\n\n".join(parts)
-
-
-def bench(arguments: argparse.Namespace) -> int:
-    """Measure and print. Raises `TransportError`."""
-    if not (1 <= arguments.size <= 1 << 20 and arguments.count >= 1 and arguments.rounds >= 1):
-        raise DataError("--size is at least 1 (MiB), --count and --rounds at least 1")
-    report = measure(arguments.size << 20, arguments.count, arguments.rounds)
-    sys.stdout.write((json.dumps(msgspec.to_builtins(report)) if arguments.json else text(report)) + "\n")
-    return 0

@@ -69,6 +69,8 @@ class Owner:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             line = self._process.stdout.readline() if selector.select(_WAIT) else ""
+            while line and not line.startswith("{"):  # what a peer's library logs
+                line = self._process.stdout.readline()
         if not line:
             raise ProcessError("the process that was to hold the memory ended or said nothing; is there room for it?")
         return line
