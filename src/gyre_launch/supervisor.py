@@ -1,7 +1,8 @@
 """Start a run's processes, notice the first that ends too early, stop all in order.
 
 start: stage by stage, each process ready before the next stage starts
-watch: the runner's exit 0 ends the run; any other exit is a failure
+watch: the runner's exit 0 ends the run; a scheduler (journal), a proxy (call logs) or a satellite's agent (it joins
+       like a new one) that ends is started again, a few times; any other exit is a failure
 stop:  runner (harnesses), cells (trainers save and export, engines end), then proxy, feed, scheduler
 """
 
@@ -11,20 +12,23 @@ import asyncio
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from gyre_launch.errors import RunFailed
 from gyre_launch.plan import Planned
+from gyre_sched.attempts import Attempts
 from gyre_sched.protocol import AgentReply, Failed, GetStatus, Reply, Shutdown, StopCell
 from gyre_transport.bus import Client
-from gyre_transport.errors import BusError
+from gyre_transport.errors import BusError, ProcessError
 from gyre_transport.process import Child
 from gyre_transport.run import Context
 
 _ENV = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}  # spinning threads stall shared cores
 _EXPORT = 330.0  # seconds a cell may take to save, export and end: more than its agent gives its trainer
 _LOOK = 5.0  # seconds between questions to the scheduler
+_RESTARTS, _WINDOW = 3, 600.0  # of one process, within so many seconds
 
 
 class Supervisor:
@@ -35,6 +39,7 @@ class Supervisor:
         self._planned = planned
         self._say = say
         self.children: dict[str, Child] = {}
+        self._attempts: dict[str, Attempts] = {}
 
     async def start(self) -> None:
         """Start every process; raises `gyre_transport.errors.ProcessError` at the first that does not become ready."""
@@ -57,17 +62,35 @@ class Supervisor:
             self._say(f"watch the run at {page}")
 
     async def watch(self) -> None:
-        """Return when the runner has ended well; raises `RunFailed` when any process ends before that."""
-        waits = {asyncio.create_task(child.wait()): child for child in self.children.values()}
+        """Return when the runner has ended well; raises `RunFailed` when a process ends before that which cannot go on
+        where it was."""
+        while True:
+            waits = {asyncio.create_task(child.wait()): child for child in self.children.values()}
+            try:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in waits:
+                    task.cancel()
+            ended = [waits[task] for task in sorted(done, key=lambda t: waits[t].name == "runner")]
+            for child in ended:
+                if child.name != "runner" or child.returncode != 0:
+                    await self._again(child)
+            if any(child.name == "runner" for child in ended):
+                return
+
+    async def _again(self, child: Child) -> None:
+        """Start a process that ended and can go on where it was; raises `RunFailed` if it cannot or ends too often."""
+        how = f"{child.name} ended with exit code {child.returncode} during the run; {child.tail()}"
+        attempts = self._attempts.setdefault(child.name, Attempts(_RESTARTS, _WINDOW))
+        if not _goes_on(child.name) or not attempts.again(time.monotonic()):
+            raise RunFailed(how)
+        self._say(f"{how}; it is started again")
+        planned = next(p for p in self._planned if p.name == child.name)
+        await child.stop()  # whatever it left behind
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waits:
-                task.cancel()
-        for task in sorted(done, key=lambda t: waits[t].name == "runner"):
-            child = waits[task]
-            if child.name != "runner" or task.result() != 0:
-                raise RunFailed(f"{child.name} ended with exit code {task.result()} during the run; {child.tail()}")
+            await self._start(planned, {**os.environ, **_ENV})
+        except ProcessError as e:
+            raise RunFailed(f"{child.name} could not be started again: {e}") from e
 
     async def watch_scheduler(self) -> None:
         """Ask the scheduler now and then whether it still can dispatch; raises `RunFailed` when it cannot any more."""
@@ -113,3 +136,8 @@ class Supervisor:
             except BusError as e:
                 return f"{service} did not confirm {type(request).__name__}: {e}"
         return f"{service} failed at its end: {reply.detail}" if isinstance(reply, Failed) else ""
+
+
+def _goes_on(name: str) -> bool:
+    """Whether a process finds on the disk, or is told, all it needs to go on where it was."""
+    return name in ("scheduler", "proxy") or (name.startswith("cell-") and name != "cell-0")

@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gyre_agent_proxy.runner.ledger import Ledger
@@ -79,16 +81,32 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> RunDir:
     folder = tmp_path_factory.mktemp("loop")
     write_tasks(folder / "tasks")
     config = write_config(folder, tiny_model)
-    done = subprocess.run(
-        [sys.executable, "-m", "gyre_launch.cli", "run", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=1100,
-        check=False,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    with (folder / "out").open("w+") as out:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "gyre_launch.cli", "run", str(config)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            kill_scheduler(launcher, RunDir(folder / "run"))
+            code = launcher.wait(timeout=1100)
+        finally:
+            launcher.kill()
+        out.seek(0)
+        assert code == 0, out.read()[-12_000:]
     return RunDir(folder / "run")
+
+
+def kill_scheduler(launcher: subprocess.Popen, run: RunDir) -> None:
+    """As soon as the core trains while executions go on."""
+    while launcher.poll() is None:
+        if run.journal.is_file() and any(e.kind == "entered" for e in read_journal(run.journal).events):
+            for child in psutil.Process(launcher.pid).children():
+                if child.cmdline()[-4:-2] == ["gyre_sched.cli", "serve"]:
+                    child.kill()
+                    return
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +129,32 @@ def test_every_execution_ends_once(summary: dict, run: RunDir) -> None:
     assert by_step == dict.fromkeys(range(1, STEPS + 1), GROUPS * SIZE)
 
 
+def test_the_scheduler_was_killed_and_another_went_on(run: RunDir) -> None:
+    started = [e.numbers["term"] for e in read_journal(run.journal).events if e.kind == "scheduler_started"]
+    assert started == [1, 2]
+
+
+def test_the_report_is_the_runs_page(run: RunDir) -> None:
+    assert "burst_granted" in run.report.read_text()
+
+
 def test_no_call_failed_and_some_moved(summary: dict, logs: list[Log]) -> None:
     assert summary["run"]["calls_failed"] == 0
     assert summary["run"]["calls"] == sum(len(log.calls) for log in logs) > STEPS * GROUPS * SIZE * 5
     assert any(len(call.attempts) > 1 for log in logs for call in log.calls)
     assert summary["run"]["calls_moved"] > 0
+
+
+def test_kv_pages_went_with_the_requests_that_moved(summary: dict, logs: list[Log]) -> None:
+    kv = summary["kv"]
+    assert kv["requests"] >= summary["run"]["calls_moved"] > 0
+    assert kv["moves_failed"] == 0, kv
+    assert kv["pages"]["fetched"] > 0
+    assert kv["pages"]["leases_expired"] == 0
+    lost = 17  # tokens of a context that never move: up to a page, and the last one
+    assert kv["recomputed"] <= lost * kv["requests"] < kv["recomputed_without_moves"]
+    moved = [attempt for log in logs for call in log.calls for attempt in call.attempts[1:]]
+    assert all(attempt.cached is not None for attempt in moved)
 
 
 def test_both_cells_train_and_weights_advance(summary: dict) -> None:

@@ -50,6 +50,43 @@ async def test_an_early_end_fails_the_run_and_shows_the_log(context: Context, na
     await supervisor.stop()
 
 
+COUNTS = "f = open({path!r}, 'a+'); f.seek(0); n = len(f.read()); f.write('x'); f.close(); "
+
+
+@pytest.mark.parametrize("name", ["scheduler", "proxy", "cell-1"])
+async def test_what_can_go_on_is_started_again(context: Context, tmp_path: Path, name: str) -> None:
+    starts = tmp_path / "starts"
+    dies = COUNTS.format(path=str(starts)) + f"n or sys.exit(7); {WAIT}"
+    loop = f"import time\nwhile len(open({str(starts)!r}).read()) < 2: time.sleep(0.02)"
+    ends = f"exec({loop!r}); sys.exit(0)"
+    said: list[str] = []
+    supervisor = Supervisor(context, [process(name, dies), process("runner", ends, 1)], said.append)
+    await supervisor.start()
+    await supervisor.watch()
+    await supervisor.stop()
+    assert starts.read_text() == "xx"
+    assert [s for s in said if f"{name} ended with exit code 7" in s and "started again" in s]
+
+
+async def test_what_ends_again_and_again_fails_the_run(context: Context) -> None:
+    said: list[str] = []
+    supervisor = Supervisor(context, [process("proxy", "sys.exit(7)"), process("runner", WAIT, 1)], said.append)
+    await supervisor.start()
+    with pytest.raises(RunFailed, match="proxy ended with exit code 7"):
+        await supervisor.watch()
+    await supervisor.stop()
+    assert sum("started again" in s for s in said) == 3
+
+
+@pytest.mark.parametrize("name", ["feed", "cell-0"])
+async def test_what_cannot_go_on_fails_the_run(context: Context, name: str) -> None:
+    supervisor = Supervisor(context, [process(name, "sys.exit(7)"), process("runner", WAIT)], lambda _: None)
+    await supervisor.start()
+    with pytest.raises(RunFailed, match=f"{name} ended with exit code 7"):
+        await supervisor.watch()
+    await supervisor.stop()
+
+
 class Scripted:
     """A scheduler and a cell agent that answer what they are told to."""
 
