@@ -1,5 +1,7 @@
 """A cell over the real bus: a real agent process with a real engine, a scripted trainer and a scripted scheduler.
 
+Its engine takes new weights from memory and leaves requests in place; test_engine_moves has the other way.
+
 One cell serves the whole module; every test finds it in rollout. Weights of version v shift what is sampled first by v
 (see parts/publisher.py), so what an engine says it serves is checked against what it answers.
 """
@@ -95,9 +97,10 @@ class Cell:
         return labelled and await self.sampled_first() == (self.first + version) % VOCABULARY
 
     def pids(self) -> set[int]:
-        """Every process of the cell: agent, guard, engine's processes, trainer."""
+        """Every process of the cell: agent, guard, engine's processes, trainer; torch's helper, which removes what
+        was shared when the agent is gone, aside."""
         agent = psutil.Process(self.child.pid)
-        return {agent.pid, *(c.pid for c in agent.children(recursive=True))}
+        return {agent.pid, *(c.pid for c in agent.children(recursive=True) if "torch_shm_m" not in c.name())}
 
     async def long_generation(self, tokens: int) -> tuple[asyncio.Task[dict[str, Any]], asyncio.Event]:
         """A generation in the background; the event is set when it has produced something."""
@@ -145,6 +148,8 @@ trainer = ["{sys.executable}", "{PARTS / "trainer.py"}"]
 context_length = 4096
 max_tokens = 16384
 scratch = "{scratch}"
+refresh = "tensor"
+refresh_pause = "in_place"
 """)
         scheduler = heard()
         publisher = await asyncio.create_subprocess_exec(
@@ -233,8 +238,9 @@ async def test_what_is_in_flight_is_cut_short_before_training(cell: Cell) -> Non
     assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
 
 
-async def test_a_refresh_keeps_what_is_in_flight(cell: Cell) -> None:
+async def test_a_refresh_keeps_what_is_in_flight_in_place(cell: Cell) -> None:
     old = cell.publisher.version
+    assert await cell.serves(old)
     task, _ = await cell.long_generation(1500)
     version, manifest = await cell.publisher.next()
     done = await cell.ask(p.Refresh(version=version, manifest=manifest))
@@ -246,6 +252,11 @@ async def test_a_refresh_keeps_what_is_in_flight(cell: Cell) -> None:
     middle = spans[0][2]
     assert 0 < middle < 1500
     assert spans == [(old, 0, middle), (version, middle, 1500)]
+    assert not meta["num_retractions"]
+    answer = await cell.engine.generate(PROMPT, max_new_tokens=1, deadline=60)
+    assert answer["meta_info"]["cached_tokens"] == 0, "its prompt was cached, under other weights"
+    answer = await cell.engine.generate(PROMPT, max_new_tokens=1, deadline=60)
+    assert answer["meta_info"]["cached_tokens"] > 0
     assert await cell.serves(version)
 
 

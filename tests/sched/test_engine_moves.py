@@ -170,6 +170,25 @@ async def pair(running: Pair) -> Pair:
     return running
 
 
+async def test_a_refresh_retracts_what_is_in_flight_and_it_goes_on(pair: Pair) -> None:
+    old, host = pair.version, pair.a.host
+    begun = await pair.a.generate(pair.prompt(40), 1)
+    long = asyncio.create_task(host.client.generate(pair.prompt(40), max_new_tokens=1500, deadline=WAIT))
+    async with asyncio.timeout(WAIT):
+        while not any(load["num_running_reqs"] for load in (await host.client._call("GET", "/v1/loads"))["loads"]):
+            await asyncio.sleep(0.05)
+    version, manifest = pair.publish()
+    await host.refresh(version, manifest, deadline=WAIT)
+    meta = (await long)["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 1500}
+    spans = [(int(s["version"].partition("-")[0]), s["start"], s["end"]) for s in meta["weight_versions"]]
+    middle = spans[0][2]
+    assert 0 < middle < 1500
+    assert spans == [(old, 0, middle), (version, middle, 1500)]
+    assert meta["num_retractions"] == 1
+    assert begun["meta_info"]["weight_version"] != meta["weight_version"]
+
+
 @pytest.mark.parametrize("way", ["tcp", "shm"])
 async def test_an_aborted_generation_goes_on_elsewhere_without_being_computed_again(pair: Pair, way: str) -> None:
     source, target = (pair.a, pair.b) if way == "tcp" else (pair.b, pair.a)

@@ -137,6 +137,22 @@ def test_new_weights_drop_the_pages_of_old_ones(store):
     assert store.find(keys(1, version="2")) == 1
 
 
+def test_room_is_made_of_what_is_not_in_use(store):
+    put(store, keys(1, 2))
+    put(store, keys(5, 6))
+    assert store.short(0) == 0
+    assert store.short(3) == 3
+    store.use([*keys(2, 1), *keys(99)])
+    assert store.evict(2) == 2
+    assert store.find(keys(1, 2)) == 2
+    assert store.find(keys(5)) == 0
+    assert store.short(2) == 0
+    pinned = store.pin(keys(1, 2))
+    assert store.evict(5) == 0, "not what is pinned"
+    store.unpin(pinned)
+    assert store.evict(5) == 2
+
+
 def _resident() -> int:
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * 4096

@@ -105,8 +105,9 @@ def _share(snapshot: Snapshot, names: list[str], cuda: bool) -> tuple[list[tuple
 
     The latter is a pickle of handles, in base64: the engine's own format for this request.
     """
-    import torch
-    from torch.multiprocessing.reductions import ForkingPickler
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch.multiprocessing
 
     from gyre_transport.torch import tensors
 

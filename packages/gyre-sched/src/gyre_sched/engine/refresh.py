@@ -166,5 +166,6 @@ async def _load(
             verified = verify.compare(checksums, await engine.checksum(), engine.name, name)
             log.info("engine %s has the weights %s: %d tensors verified", engine.name, name, verified)
         await engine.resume()
-    except EngineError as e:
-        raise WeightsUnknown(f"updating engine {engine.name} to {name} failed: {e}") from e
+    except Exception as e:  # whatever it was: the engine is paused, with some weights or other
+        why = str(e) if isinstance(e, EngineError) else f"{type(e).__name__}: {e}"
+        raise WeightsUnknown(f"updating engine {engine.name} to {name} failed: {why}") from e

@@ -43,6 +43,8 @@ from gyre_transport.kv.worker import Worker
 
 log = logging.getLogger(__name__)
 
+_SHARE = 16  # where room must be made, one part in so many of the store
+
 
 class _Load:
     """Pages of one request on their way into the pool."""
@@ -67,7 +69,8 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if config.keys:
             run_keys.use(run_keys.load(Path(config.keys)))
         self.forward_stream = forward_stream
-        self._pool = PoolPages(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
+        self._allocator = params.token_to_kv_pool_allocator
+        self._pool = PoolPages(self._allocator.get_kvcache(), params.page_size)
         self.pools: dict[Any, object] = {PoolName.KV: self._pool}
         self.layer_done_counter = LayerWiseLoadCounter(self._pool.layers)
         rank, number = _rank(params)
@@ -87,6 +90,7 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._namespaces = config.namespaces
         if config.namespaces:
             namespace_requests(lambda: self._label)
+        self._kept: dict[int, Key] = {}  # what each page of the pool was last stored or restored as
         self._held_until = 0.0  # time.monotonic(); 0: no hold
         self._queued: dict[str, _Load] = {}
         self._offloaded: SimpleQueue[bool] = SimpleQueue()
@@ -167,6 +171,8 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
                     for load in loads:
                         self._pool.restore(layer, load.slots, load.pages)
                     self.layer_done_counter.complete(index, layer)
+            for load in loads:
+                self._kept.update(zip(load.pages.tolist(), (page.key for page in load.held), strict=True))
             self._counts.add("restored", sum(len(load.slots) for load in loads))
         except Exception as e:
             log.exception("restoring KV pages failed")
@@ -187,22 +193,38 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
         keys = self._keys(given.keys) if given is not None else None
         if given is None or not keys:
             return False
+        self._make_room(len(keys))
         taken = self._store.reserve(keys)
         if taken is None:
             self._counts.add("not_stored", len(keys))
             return False
         ready = self._events()
         indices = given.device_indices
-        self._saving.do(lambda: self._save(indices, taken, ready))
+        self._saving.do(lambda: self._save(keys, indices, taken, ready))
         return True
 
-    def _save(self, indices: torch.Tensor, taken: list[tuple[int, Page]], ready: list[Any]) -> None:
+    def _make_room(self, count: int) -> None:
+        """Where slots are short, pages go that the engine's pool has not any more.
+
+        Those it has are of requests that run now, or of prefixes in use: another engine may ask for them, and SGLang
+        offers no page twice. So a store as large as the pool has all of what runs.
+        """
+        short = self._store.short(count)
+        if not short:
+            return
+        free = set(self._allocator.get_all_free_pages().tolist())
+        self._kept = {page: key for page, key in list(self._kept.items()) if page not in free}
+        self._store.use(self._kept.values())
+        self._store.evict(max(short, self._store.slots // _SHARE))
+
+    def _save(self, keys: list[Key], indices: torch.Tensor, taken: list[tuple[int, Page]], ready: list[Any]) -> None:
         mine = [page for _, page in taken]
         try:
             with self._on_stream():
                 self._wait(ready)
-                pages = self._pool.locate(indices)[[i for i, _ in taken]]
-                self._pool.save(pages, [page.slot for page in mine])
+                pages = self._pool.locate(indices)
+                self._pool.save(pages[[i for i, _ in taken]], [page.slot for page in mine])
+            self._kept.update(zip(pages.tolist(), keys, strict=True))
             self._store.publish(mine)
             self._counts.add("stored", len(mine))
             self._offloaded.put(True)
@@ -261,6 +283,7 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.layer_done_counter.reset()
         while not self._offloaded.empty():
             self._offloaded.get_nowait()
+        self._kept.clear()
 
     def close(self) -> None:
         """See `UnifiedCacheLinker`."""

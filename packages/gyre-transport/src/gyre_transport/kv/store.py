@@ -183,6 +183,28 @@ class PageStore:
         self._fresh += len(fresh)
         return [*slots, *fresh]
 
+    # --- room -------------------------------------------------------------------------------------------------------
+
+    def short(self, count: int) -> int:
+        """Pages that would have to go for `count` new ones."""
+        with self._lock:
+            return max(0, count - len(self._free) - (self.slots - self._fresh))
+
+    def use(self, keys: Iterable[Key]) -> None:
+        """Count pages as used, as `find` does; those that are absent are passed over."""
+        with self._lock:
+            for key in keys:
+                if key in self._pages:
+                    self._pages.move_to_end(key)
+
+    def evict(self, count: int) -> int:
+        """Let up to `count` pages go, those used longest ago; returns how many went."""
+        with self._lock:
+            going = list(itertools.islice((p for p in self._pages.values() if not p.pins), count))
+            self._drop(going)
+            self.evicted += len(going)
+            return len(going)
+
     # --- leases -----------------------------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[Key], until: float) -> Lease | None:
