@@ -6,6 +6,7 @@ Processes that are told a name pretend to be on that machine: they reach each ot
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 
@@ -296,3 +297,33 @@ def test_what_readers_and_source_hold_is_back_where_it_was_after_every_end(owner
     eventually(lambda: all(one.ask("count")[k] <= n for k, n in before[1].items()), within=20.0)
     eventually(lambda: all(owner.ask("count")[k] <= n for k, n in before[0].items()), within=20.0)
     owner.ask("forget", model="leaks")
+
+
+@pytest.mark.parametrize("seed", range(20 if os.environ.get("GYRE_TEST_MANY") else 2))
+def test_many_readers_on_three_machines_while_versions_move_on(reader, seed):
+    """Pulls at once, advances, readers that are killed or let go: one whole version, or an error, and no standstill."""
+    rng, whole = random.Random(seed), 0
+    machines = ["one", "one", "two", "two", "three"]
+    with SnapshotSource("policy", fan_out=1) as source:
+        source.publish(1, tensors(1))
+        readers = [reader(m) for m in machines]
+        for version in range(2, 10):
+            manifest = source.manifest
+            for one in readers:
+                one.send("pull", manifest=told(manifest), deadline=LONG)
+            killed = rng.randrange(len(readers)) if rng.random() < 0.4 else None
+            if killed is not None:
+                readers[killed].kill()
+            if rng.random() < 0.6:
+                source.advance(version, tensors(version), wait=rng.choice((0.0, 0.05, LONG)))
+            for number, one in enumerate(readers):
+                if number == killed:
+                    readers[number] = reader(machines[number])
+                elif isinstance(answer := one.receive(), dict):
+                    assert answer["values"] == [float(manifest.version)]
+                    whole += 1
+                else:
+                    assert answer[0] == "StaleVersion", answer
+            if rng.random() < 0.5:
+                readers[rng.randrange(len(readers))].ask("let_go")
+    assert whole > 10

@@ -56,6 +56,7 @@ class Server:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._lock = threading.RLock()  # between `_closing` and the use of `_wake`
         self._closing = False
+        self._swept = 0.0  # when idle connections were last looked for
         self._thread = threading.Thread(target=self._loop, name="gyre-transport tcp", daemon=True)
         self._thread.start()
 
@@ -151,7 +152,10 @@ class Server:
             self._drop(session)
 
     def _drop_idle(self) -> None:
-        before = time.monotonic() - _IDLE
+        now = time.monotonic()
+        if now - self._swept < _IDLE / 4:
+            return
+        self._swept, before = now, now - _IDLE
         for session in [s for s in self._sessions if s.idle_since < before]:
             self._drop(session)
 

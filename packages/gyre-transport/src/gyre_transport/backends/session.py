@@ -197,14 +197,17 @@ class Session:
             self._refuse(Status.OUTSIDE, request.number)
             return
         parts = [_bytes(export.memory, s) for s in stretches]
-        self._out += wire.ANSWER.pack(Status.OK, request.number, total)
-        self._export, self._slot = export, request.slot
-        self._sealed = wire.seal(export.secret, request.proof)
-        if total <= _SMALL:
-            self._out += b"".join(parts)
-            self._seal()
-        else:
+        head = wire.ANSWER.pack(Status.OK, request.number, total)
+        seal = wire.seal(export.secret, request.proof)
+        if total > _SMALL:
+            self._out += head
+            self._export, self._slot, self._sealed = export, request.slot, seal
             self._parts.extend(parts)
+            return
+        answer = b"".join([head, *parts, seal])
+        if self._record.exports.get(request.slot) is not export:  # revoked while it was copied
+            raise Revoked
+        self._out += answer
 
     def _call(self, request: _Request, export: Export) -> None:
         try:
