@@ -265,3 +265,35 @@ def test_continuous_admission_grants_as_soon_as_nobody_waits_and_refreshes_in_pl
 def test_wrong_settings_are_refused_with_a_remedy(settings, says):
     with pytest.raises((ValueError, msgspec.ValidationError), match=says):
         msgspec.convert(settings, SchedConfig)
+
+
+def test_what_is_remembered_of_past_bursts_is_bounded(new_desk):
+    desk = new_desk(per_burst=1, steps=20)
+    state = desk.policy.state
+    for burst in range(12):
+        assert isinstance(desk.burst(burst, 8), p.Granted)
+        for i in range(8):
+            desk.send(p.Started(execution=f"{burst}-{i}", task=f"t{i}"))
+            desk.send(p.Terminated(execution=f"{burst}-{i}"))
+        desk.tell(batches_closed=burst + 1)
+        sets = (state.count._started, state.count._terminated, state.count._replaced)
+        assert all(sum(map(len, ids)) <= 8 * state.count.keep for ids in sets)
+    assert len(state.durations) <= 4 * 8
+    assert len(state.running) == 0
+    assert state.count.keep <= 3
+
+
+def test_what_is_kept_of_the_routable_engines_is_what_the_cells_say(world):
+    w = world(
+        cells=5, groups=3, group_size=4, per_burst=2, steps=6, seed=11, slow=20.0, proxies=2,
+        faults=((40.0, "engine", 1), (90.0, "agent", 3), (200.0, "trainer", 2), (260.0, "call", 4)),
+        settings={"capacity": 6},
+    ).run()  # fmt: skip
+    state = w.policy.state
+    rollout = [c for c in state.cells if c.role is Role.ROLLOUT]
+    assert list(state.routing) == [c.index for c in rollout]
+    assert [(e.engine, e.url, e.capacity, e.version, e.lasting) for e in state.routes().engines] == [
+        (c.engine, c.url, c.capacity, c.version, c.index) for c in rollout
+    ]
+    assert state.capacity == sum(c.capacity for c in rollout)
+    assert dict(state.routing.versions) == {state.version: len(rollout)}

@@ -201,6 +201,7 @@ class Policy:
     def _refreshed(self, cell: Cell, at: float, reply: p.Done) -> None:
         cell.version, cell.return_failures, cell.suspect = reply.version, 0, False
         if cell.role is Role.ROLLOUT:  # refreshed in place: the routes name the new version
+            self.state.routing.update(cell)
             self._do.reroute()
         else:
             if cell.role is Role.LEAVING:
@@ -234,7 +235,10 @@ class Policy:
         at, state, config = event.at, self.state, self.config
         if event.slept:
             self._do.record("slept", at, None, {"seconds": event.slept})
-        for cell in state.cells:
+        starting = state.by_role[Role.STARTING]  # all of them since the same moment
+        early = bool(starting) and not state.cells[next(iter(starting))].overdue(at, config)
+        passing = [role for role in PASSING if role is not Role.STARTING or not early]
+        for cell in state.having(Role.TRAINING, *passing):
             if cell.role is Role.TRAINING and cell.trainer_lost is not None:
                 if at - cell.trainer_lost > config.enter_timeout:
                     self._do.enter_failed(cell, at, f"no trainer for {config.enter_timeout:g} s")

@@ -139,7 +139,8 @@ class Requests:
     def _engine_hint(self, m: p.EngineFailed, at: float) -> p.Reply:
         """A hint only: the agent's heartbeat decides."""
         self._present(m.proxy, self._state.proxies.get(m.proxy, ""), at)
-        cell = next((c for c in self._state.cells if c.engine == m.engine), None)
+        index = self._state.engines.get(m.engine)
+        cell = None if index is None else self._state.cells[index]
         self._do.record("engine_hint", at, cell, {"proxy": m.proxy, "engine": m.engine, "detail": m.detail})
         return p.Ack()
 
@@ -172,7 +173,7 @@ class Requests:
         cell = self._cell(m.cell)
         if m.capacity < 1:
             raise Refused(f"cell {m.cell}: expected a capacity of at least 1, got {m.capacity!r}")
-        if any(c.engine == m.engine for c in self._state.cells if c is not cell):
+        if self._state.engines.get(m.engine, m.cell) != m.cell:
             raise Refused(f"cell {m.cell}: engine {m.engine!r} belongs to another cell; engine names are unique")
         known = (cell.agent, cell.engine, cell.url, cell.capacity) == (m.agent, m.engine, m.engine_url, m.capacity)
         if known and cell.instance == m.instance and (m.instance or cell.role is Role.ROLLOUT):
@@ -185,6 +186,8 @@ class Requests:
             self._do.move(cell, Role.FAILED, at)
         if cell.role not in (Role.STARTING, Role.FAILED):
             self._do.fail(cell, at, "agent_restarted", 0.0, {})
+        self._state.engines.pop(cell.engine, None)
+        self._state.engines[m.engine] = m.cell
         cell.agent, cell.engine, cell.url, cell.capacity = m.agent, m.engine, m.engine_url, m.capacity
         cell.version, cell.kv, cell.trainer, cell.instance, cell.state = m.version, m.kv, "idle", m.instance, None
         cell.engine_alive, cell.trainer_alive = True, cell.index < self._config.cells

@@ -63,10 +63,10 @@ def next_to_train(state: State, at: float, config: SchedConfig) -> Cell | None:
     if core.role is Role.ROLLOUT:
         cell = core
     elif core.role is Role.TRAINING:
-        able = [i for i in state.by_role[Role.ROLLOUT] if state.cells[i].may_train(config)]
-        if not able:
+        able = next((i for i in state.routing if state.cells[i].may_train(config)), None)
+        if able is None:
             return None
-        cell = state.cells[min(able)]
+        cell = state.cells[able]
     else:
         return None
     if cell.pending or not cell.may_train(config) or at - cell.since < config.dwell:
@@ -174,7 +174,7 @@ def outdated(state: State, at: float, config: SchedConfig) -> list[Cell]:
         due = config.refresh_in_rollout or config.admission == "continuous"
     else:
         due = config.schedule == "async" or bool(settled(state, at, config)) or core_stays(state, at, config)
-    if not due:
+    if not due or state.routing.all_at(state.version):
         return []
     return [c for c in state.having(Role.ROLLOUT) if c.version != state.version and not c.pending]
 
@@ -209,14 +209,14 @@ def grant_obstacle(state: State, at: float, config: SchedConfig, *, per_burst: i
         roles.append(Role.REFRESHING)
     if config.schedule != "async":
         roles.append(Role.TRAINING)
-    if busy := [c for c in state.having(*roles) if not (stays and c.index == 0)]:
-        return f"cell {busy[0].index} is {busy[0].role}"
+    if busy := state.first(*roles, but=0 if stays else None):
+        return f"cell {busy.index} is {busy.role}"
     if config.schedule == "async" and (early := [c for c in state.having(Role.ROLLOUT) if c.may_train(config)]):
         return f"cell {early[0].index} does not train yet"
     if mending := [c for c in state.having(Role.FAILED) if c.mending(at, config)]:
         return f"cell {mending[0].index} has failed and may come back"
     if not state.capacity:
         return "no engine is routable"
-    if not (continuous and state.water) and any(c.version != state.version for c in state.having(Role.ROLLOUT)):
+    if not (continuous and state.water) and not state.routing.all_at(state.version):
         return f"engines are not at version {state.version} yet"
     return None

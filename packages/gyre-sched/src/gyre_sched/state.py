@@ -9,7 +9,8 @@ from gyre_sched.cell import Cell
 from gyre_sched.errors import Refused
 from gyre_sched.pace import Pace
 from gyre_sched.predict import Durations, Running, TaskLengths
-from gyre_sched.protocol import Backlog, Engine, Published, Role, Routes, Status
+from gyre_sched.protocol import Backlog, Published, Role, Routes, Status
+from gyre_sched.routing import Routing
 
 
 @dataclass(slots=True)
@@ -154,7 +155,8 @@ class State:
         self.bare_since: float | None = None  # work, and no engine to route it to
         self.stopping: str | None = None
         self.halted: str | None = None
-        self._capacity: int | None = None
+        self.routing = Routing()
+        self.engines: dict[str, int] = {}  # name -> cell, of those that ever said hello
 
     @property
     def water(self) -> int:
@@ -184,9 +186,7 @@ class State:
     @property
     def capacity(self) -> int:
         """C_R: executions that the routable engines may host."""
-        if self._capacity is None:
-            self._capacity = sum(self.cells[i].capacity for i in self.by_role[Role.ROLLOUT])
-        return self._capacity
+        return self.routing.capacity
 
     @property
     def core(self) -> Cell:
@@ -199,7 +199,10 @@ class State:
         seconds = cell.move(to, at)
         self.by_role[before].discard(cell.index)
         self.by_role[to].add(cell.index)
-        self._capacity = None
+        if before is Role.ROLLOUT:
+            self.routing.remove(cell)
+        if to is Role.ROLLOUT:
+            self.routing.add(cell)
         if Role.TRAINING in (before, to):
             self.pace.trainers(len(self.by_role[Role.TRAINING]), at)
         return seconds
@@ -208,15 +211,16 @@ class State:
         """Cells in one of `roles`, in order."""
         return [self.cells[i] for i in sorted(set().union(*(self.by_role[r] for r in roles)))]
 
+    def first(self, *roles: Role, but: int | None = None) -> Cell | None:
+        """The first cell in one of `roles`, `but` left out."""
+        return self.cells[min(found)] if (found := [i for r in roles for i in self.by_role[r] if i != but]) else None
+
     def routes(self) -> Routes:
         """The routing state as it stands."""
         return Routes(
             term=self.term,
             epoch=self.epoch,
-            engines=tuple(
-                Engine(engine=c.engine, url=c.url, capacity=c.capacity, version=c.version, lasting=c.index, kv=c.kv)
-                for c in self.having(Role.ROLLOUT)
-            ),
+            engines=self.routing.engines(),
             draining=tuple(c.engine for c in self.having(Role.DRAINING)),
         )
 
