@@ -183,7 +183,8 @@ async def test_a_broken_connection_is_continued_on_the_same_engine_if_there_is_n
     assert bench.renderer.vocabulary.decode(unpack_ids(call.output)[:-1]) == LONG
 
 
-async def test_a_stop_string_that_spans_the_cut_ends_the_call(bench):
+@pytest.mark.parametrize("stream", [True, False])  # in events of a token, or most of the rest in one
+async def test_a_stop_string_that_spans_the_cut_ends_the_call(bench, stream):
     a, b = await two_engines(bench)
     vocabulary = bench.renderer.vocabulary
     tokens = [vocabulary.encode(c)[0] for c in "def x```abcdefgh"]
@@ -191,7 +192,7 @@ async def test_a_stop_string_that_spans_the_cut_ends_the_call(bench):
     bench.brain.says([*tokens, 2])
     a.hold = 6  # the first of three back-ticks
     async with bench.proxy() as proxy, client(proxy) as api:
-        asking = asyncio.create_task(text_of(api, ASK, True, stop=["```"]))
+        asking = asyncio.create_task(text_of(api, ASK, stream, stop=["```"]))
         await a.held.wait()
         proxy.pool.update(1, [Route(b.url, b.url)], [a.url])
         proxy.pool.drain(a.url)

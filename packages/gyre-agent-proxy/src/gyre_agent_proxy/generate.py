@@ -33,6 +33,7 @@ from gyre_agent_proxy.errors import EngineError, EngineRefused, NoEngine
 from gyre_agent_proxy.metrics import Metrics
 from gyre_agent_proxy.output import Output
 from gyre_agent_proxy.pages import PageMoves
+from gyre_agent_proxy.stops import stop_across, stop_at_end
 from gyre_agent_proxy.stream import Reader, StreamError, Versions, version_number
 from gyre_agent_proxy.vocabulary import Vocabulary
 from gyre_traj.records import Attempt, Span
@@ -299,7 +300,8 @@ class Generation:
                 if piece.finish is not None:
                     return self._finished(piece.finish, base)
                 if piece.ids:
-                    if self._stop_across(base) is not None:
+                    stops, decode = self._sampling.stop, self._e.vocabulary.decode
+                    if stop_across(out.ids, base, stops, decode, looked=len(out.ids) - len(piece.ids)) is not None:
                         await self._e.client.abort(state.route.url, rid)
                         return "stop"
                     self._progress()
@@ -344,26 +346,6 @@ class Generation:
             await asyncio.sleep(0.25)
         limit.reschedule(asyncio.get_running_loop().time())
 
-    def _stop_across(self, base: int) -> tuple[int, str] | None:
-        """(length, stop) where a stop string begins before token `base` and ends after it; None if there is none."""
-        stops, ids = self._sampling.stop, self.output.ids
-        if not stops or base == 0:
-            return None
-        reach = max(len(s.encode()) for s in stops)  # every token is at least one byte, special ones aside
-        if len(ids) - base > 2 * reach:
-            return None  # it would have been found before
-        start = max(0, base - reach)
-        decode = self._e.vocabulary.decode
-        text = decode(ids[start:])
-        if not any(s in text for s in stops):
-            return None
-        for length in range(base, len(ids) + 1):
-            text = decode(ids[start:length])
-            for stop in stops:
-                if stop in text:
-                    return length, stop
-        return None
-
     def _check_versions(self, base: int) -> None:
         """Give up tokens of an engine that was lost before it said which weights sampled them; no told one, though."""
         out = self.output
@@ -373,15 +355,13 @@ class Generation:
             out.truncate(kept)
 
     def _check_stops(self, base: int) -> None:
-        if (found := self._stop_across(base)) is not None:
-            self.output.truncate(found[0])
-            self.output.finish, self.output.matched = "stop", found[1]
-        elif not self.output.finish and base == 0 and self._sampling.stop and self.output.ids:
+        out, stops, decode = self.output, self._sampling.stop, self._e.vocabulary.decode
+        if (found := stop_across(out.ids, base, stops, decode)) is not None:
+            out.truncate(found[0])
+            out.finish, out.matched = "stop", found[1]
+        elif not out.finish and base == 0 and (stop := stop_at_end(out.ids, stops, decode)) is not None:
             # The engine was stopped between sampling the end of a stop string and looking for it.
-            reach = max(len(s.encode()) for s in self._sampling.stop)
-            text = self._e.vocabulary.decode(self.output.ids[-reach:])
-            if (stop := next((s for s in self._sampling.stop if s in text), None)) is not None:
-                self.output.finish, self.output.matched = "stop", stop
+            out.finish, out.matched = "stop", stop
 
 
 def _refusal(finish: dict[str, Any]) -> bool:
