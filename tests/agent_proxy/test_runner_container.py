@@ -69,7 +69,7 @@ def box(tmp_path: Path) -> Container:
     )
 
 
-ENV = {"PATH": host_path(), "HOME": "/home/x", "OPENAI_API_KEY": "sk-gyre-secret", "DOCKER_HOST": "tcp://mine"}
+ENV = {"PATH": host_path(), "HOME": "/data/x", "OPENAI_API_KEY": "sk-gyre-secret", "DOCKER_HOST": "tcp://mine"}
 WORKSPACE = Path("/run/w/b0-g00-e0")
 HARNESS = View(cwd=WORKSPACE, write=(WORKSPACE,), places={WORKSPACE: Path("/app")}, execution="b0-g00-e0", proxy=True)
 
@@ -118,8 +118,8 @@ def test_no_value_that_others_must_not_read_is_on_the_command_line(
     assert (env["PATH"], env["HOME"]) == (os.environ["PATH"], os.environ["HOME"])
     assert "AWS_SECRET_ACCESS_KEY" not in env
     said = options(command[command.index("run") :])["--env"]
-    assert said == ["DOCKER_HOST=tcp://mine", "HOME=/home/x", "LEVEL", "OPENAI_API_KEY"], "no PATH: the image has one"
-    assert "PATH=/opt/bin" in options(box.run(["agent"], {**ENV, "PATH": "/opt/bin"}, HARNESS))["--env"]
+    assert said == ["DOCKER_HOST=tcp://mine", "HOME=/data/x", "LEVEL", "OPENAI_API_KEY"], "no PATH: the image has one"
+    assert "PATH=/own/bin" in options(box.run(["agent"], {**ENV, "PATH": "/own/bin"}, HARNESS))["--env"]
 
 
 def test_a_verifier_s_container(box: Container, tmp_path: Path) -> None:
@@ -196,9 +196,9 @@ def test_what_is_hidden_in_a_folder_that_is_shown(box: Container, tmp_path: Path
 
 
 def test_a_python_with_a_shared_library_finds_it(box: Container, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = ("PATH=/bin", "LD_LIBRARY_PATH=/opt/lib")
+    image = ("PATH=/bin", "LD_LIBRARY_PATH=/own/lib")
     monkeypatch.setattr("sysconfig.get_config_var", lambda name: 1)
-    assert box.libraries(image) == {"LD_LIBRARY_PATH": "/run/gyre/python/lib:/opt/lib"}
+    assert box.libraries(image) == {"LD_LIBRARY_PATH": "/run/gyre/python/lib:/own/lib"}
     assert box.libraries(()) == {"LD_LIBRARY_PATH": "/run/gyre/python/lib"}
     monkeypatch.setattr("sysconfig.get_config_var", lambda name: 0)
     assert box.libraries(image) == {}
