@@ -1,4 +1,5 @@
-"""Torch tensors to and from snapshots, without copies. The only module here that imports torch (extra `[torch]`)."""
+"""Torch tensors to and from snapshots, without copies. Imports torch (extra `[torch]`), as only SGLang's side of `kv`
+does besides."""
 
 from __future__ import annotations
 
