@@ -16,6 +16,8 @@ import fcntl
 import gc
 import mmap
 import os
+import re
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +37,6 @@ class Draft:
         self._map: mmap.mmap | None = None
         try:
             if nbytes:
-                os.posix_fallocate(self._fd, 0, nbytes)  # short memory is an error here, not a signal later
                 self._map = mmap.mmap(self._fd, nbytes)
         except OSError as e:
             self.close()
@@ -53,11 +54,20 @@ class Draft:
         try:
             if self._map is not None:
                 self._unmap(self._map)
+                self._map = None
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
         except (BufferError, OSError) as e:
             raise DataError(f"the memory cannot be frozen: {e}; let go of the arrays over it first") from e
-        fd, self._fd, self._map = self._fd, -1, None
+        fd, self._fd = self._fd, -1
         return fd
+
+    def take(self) -> memoryview:
+        """The memory as it is, never to be frozen."""
+        memory = (
+            self._map if self._map is not None else mmap.mmap(self._fd, self.nbytes) if self.nbytes else bytearray()
+        )
+        self._map = None
+        return memoryview(memory)
 
     @staticmethod
     def _unmap(memory: mmap.mmap) -> None:
@@ -100,6 +110,17 @@ def attach(fd: int, *, writable: bool = True) -> mmap.mmap | bytearray:
     try:
         if writable:
             return mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        return mmap.mmap(fd, size, mmap.MAP_SHARED if _pins_as_it_is() else mmap.MAP_PRIVATE, mmap.PROT_READ)
     except OSError as e:
         raise DataError(f"cannot map {size:,} bytes of shared memory: {e}") from e
+
+
+@lru_cache(maxsize=1)
+def _pins_as_it_is() -> bool:
+    """Whether an RDMA device can pin shared memory that is mapped read-only.
+
+    Before Linux 6.2 the kernel asks for the right to write, even to pin memory for reads: it grants that for a private
+    mapping only, whose pages it then copies.
+    """
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return found is not None and (int(found[1]), int(found[2])) >= (6, 2)

@@ -205,7 +205,9 @@ class _Pull:
                 except DataError as e:
                     if holder is self._manifest.descriptor or isinstance(e, ShapeMismatch) or self._left() <= 0:
                         raise
-                    log.warning("the copy of %s could not be read: %s; asking the source", self._manifest.content, str(e))
+                    log.warning(
+                        "the copy of %s could not be read: %s; asking the source", self._manifest.content, str(e)
+                    )
                 holder, is_here = lease.holder(failed=holder)
 
     def _map(self, holder: Descriptor) -> Snapshot:
@@ -229,7 +231,11 @@ class _Pull:
             return self._snapshot(buffer)
         with Draft(self._wanted.nbytes) as draft:
             self._bytes(holder, view(draft.array(), writable=True).bytes, deadline)
-            fd = draft.freeze()
+            try:
+                fd = draft.freeze()
+            except DataError as e:  # something still holds its pages
+                log.warning("the copy of %s is not served on: %s", self._manifest.content, str(e))
+                return self._snapshot(draft.take())
         with contextlib.ExitStack() as serving:
             region = serving.enter_context(publish(fd, content=self._manifest.content))
             snapshot = self._snapshot(memoryview(attach(fd)), serving.pop_all())
