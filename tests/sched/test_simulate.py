@@ -45,9 +45,7 @@ def drive(scenario, runs, name, steps):
     workload = Workload(scenario, runs)
     if schedule.policy:
         config = schedule.config(scenario.fleet.cells, scenario.fleet.standalone, scenario.fleet.slots)
-        driver = PolicyDriver(
-            scenario, workload, clock, config, per_burst=schedule.per_burst, steps=steps, durations=[]
-        )
+        driver = PolicyDriver(scenario, workload, clock, config, per_burst=schedule.per_burst, steps=steps)
     else:
         driver = IdleDriver(scenario, workload, clock, per_burst=schedule.per_burst, steps=steps)
     ended = []

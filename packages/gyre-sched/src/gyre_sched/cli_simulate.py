@@ -15,7 +15,7 @@ def simulate(args: argparse.Namespace) -> int:
     from gyre_sched.simulate.calibrate import calibrated
     from gyre_sched.simulate.report import legend, table
     from gyre_sched.simulate.scenario import load_scenario
-    from gyre_sched.simulate.trace import durations
+    from gyre_sched.simulate.trace import past
 
     if args.list:
         for name, schedule in SCHEDULES.items():
@@ -25,12 +25,12 @@ def simulate(args: argparse.Namespace) -> int:
     scenario = load_scenario(args.scenario, overrides)
     runs = load_trace(scenario.workload.trace or None)
     scenario = calibrated(scenario, runs)
-    seed = durations(runs, scenario.scale) if args.seeded else []
+    known = past(runs, scenario.scale) if args.seeded else []
     results = []
     for name in args.schedules or list(SCHEDULES):
         if sys.stderr.isatty():
             print(f"\r\x1b[K{name} …", end="", file=sys.stderr, flush=True)
-        results.append(run(scenario, runs, name, durations=seed))
+        results.append(run(scenario, runs, name, past=known))
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     if args.json:
@@ -50,7 +50,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--schedules", nargs="+", metavar="NAME", help="which ones, the first is compared to (default: all)"
     )
     sim.add_argument("--list", action="store_true", help="list the schedules")
-    sim.add_argument("--seeded", action="store_true", help="the predictor knows the trace's durations beforehand")
+    sim.add_argument("--seeded", action="store_true", help="the predictor knows the trace's tasks beforehand")
     sim.set_defaults(run=simulate)
 
 

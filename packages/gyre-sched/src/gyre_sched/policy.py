@@ -9,7 +9,7 @@ Every decision leaves a `Record` with the numbers it was taken on. The rules are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from gyre_sched import protocol as p
 from gyre_sched import rules
@@ -47,10 +47,10 @@ class Policy:
         per_burst: int,
         steps: int,
         at: float = 0.0,
-        durations: Iterable[float] = (),
+        past: Sequence[tuple[str, float]] = (),
     ) -> None:
-        """per_burst: batches of a burst; steps: optimizer steps of the run; at: now; durations: seconds that past
-        executions took, to predict from.
+        """per_burst: batches of a burst; steps: optimizer steps of the run; at: now; past: tasks of past
+        executions and the seconds they took, to predict from.
 
         Raises `SchedError` when a burst alone would break the bound on staleness."""
         bound = rules.staleness_bound(config, per_burst)
@@ -65,7 +65,7 @@ class Policy:
         self.state = State(
             config.cells + config.standalone,
             at=at,
-            durations=durations,
+            past=past,
             bursts=2 + bound // per_burst,
             per_burst=per_burst,
             staleness_bound=bound,

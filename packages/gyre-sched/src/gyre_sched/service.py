@@ -69,7 +69,7 @@ class Service:
         # unix seconds that never go back, not even behind what an earlier scheduler wrote
         self._clock = max(time.time(), before[-1].input.at if before else 0.0) - time.monotonic()
         began = before[0].input.at if before else self._now()
-        self._policy = Policy(config, per_burst=per_burst, steps=steps, at=began)
+        self._policy = Policy(config, per_burst=per_burst, steps=steps, at=began, past=_past(config.past))
         try:
             restore(self._policy, before)
         except BaseException:
@@ -210,6 +210,14 @@ class Service:
     def _loop_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (e := task.exception()) is not None and not self.failed.done():
             self.failed.set_exception(e)
+
+
+def _past(path: str) -> list[tuple[str, float]]:
+    if not path:
+        return []
+    from gyre_sched.simulate.trace import load_trace, past
+
+    return past(load_trace(path))
 
 
 async def serve(context: Context) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gyre_sched.cell import Cell
@@ -121,17 +121,19 @@ class State:
         cells: int,
         *,
         at: float = 0.0,
-        durations: Iterable[float] = (),
+        past: Sequence[tuple[str, float]] = (),
         bursts: int = 2,
         per_burst: int = 1,
         staleness_bound: int = 0,
     ) -> None:
-        """cells: standalone engines included; durations: what seeds the predictor, seconds; bursts: whose executions'
-        ids are kept; per_burst: batches; staleness_bound: versions."""
+        """cells: standalone engines included; past: tasks and seconds of past executions, which seed the predictor;
+        bursts: whose executions' ids are kept; per_burst: batches; staleness_bound: versions."""
         self.count = Counters(keep=bursts)
-        self.durations = Durations(durations)
+        self.durations = Durations(seconds for _, seconds in past)
         self.running = Running()
         self.lengths = TaskLengths()
+        for task, seconds in past:
+            self.lengths.add(task, seconds)
         self.pace = Pace(at)
         self.per_burst = per_burst
         self.staleness_bound = staleness_bound

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gyre_sched import protocol as p
 from gyre_sched.actions import Answer, Call, Input, Publish, Received, Record, Refuse, Returned, Tick
 from gyre_sched.config import SchedConfig
@@ -31,7 +33,7 @@ class PolicyDriver:
         *,
         per_burst: int,
         steps: int,
-        durations: list[float],
+        past: Sequence[tuple[str, float]] = (),
         tick: float = 60.0,
     ) -> None:
         """config: what the rules are; its cells and time limits are replaced. tick: seconds between looks at the
@@ -39,7 +41,7 @@ class PolicyDriver:
         fleet = scenario.fleet
         self._scenario, self._workload, self._clock, self._tick_seconds = scenario, workload, clock, tick
         self._per_burst, self._steps = per_burst, steps
-        self.policy = Policy(config, per_burst=per_burst, steps=steps, durations=durations)
+        self.policy = Policy(config, per_burst=per_burst, steps=steps, past=past)
         self.rollout = Rollout(scenario, clock, self._started, self._ended)
         self.training = Training(scenario, clock, core=True, on_change=self._changed, on_publish=self._published)
         self.roles = Roles(clock, fleet.cells + fleet.standalone, Role.STARTING)

@@ -51,12 +51,12 @@ def run(
     schedule: str | Schedule,
     *,
     trainers: int | None = None,
-    durations: Sequence[float] = (),
+    past: Sequence[tuple[str, float]] = (),
 ) -> Result:
     """Simulate `schedule`, a name in `SCHEDULES` or one of your own.
 
-    trainers: of an async schedule; None: half of the cells, or the best number for one that is tuned. durations: what
-    the predictor knows beforehand, seconds. The same arguments give the same result. Raises `ScenarioError`.
+    trainers: of an async schedule; None: half of the cells, or the best number for one that is tuned. past: what
+    the predictor knows beforehand, tasks and seconds. The same arguments give the same result. Raises `ScenarioError`.
     """
     scenario = calibrated(scenario, runs)
     name, plan = (schedule, SCHEDULES[schedule]) if isinstance(schedule, str) else ("own", schedule)
@@ -66,10 +66,10 @@ def run(
         if most < 1:
             raise ScenarioError("an async schedule needs at least two cells, got 1; or add standalone engines")
         if plan.tuned:
-            tried = [_run(name, plan, scenario, runs, n, durations) for n in range(1, most + 1)]
+            tried = [_run(name, plan, scenario, runs, n, past) for n in range(1, most + 1)]
             return min(tried, key=lambda r: r.step_seconds)
         trainers = min(most, max(1, cells // 2))
-    return _run(name, plan, scenario, runs, trainers, durations)
+    return _run(name, plan, scenario, runs, trainers, past)
 
 
 def _run(
@@ -78,7 +78,7 @@ def _run(
     scenario: Scenario,
     runs: Sequence[Run],
     trainers: int | None,
-    durations: Sequence[float],
+    past: Sequence[tuple[str, float]],
 ) -> Result:
     model = msgspec.structs.replace(scenario.training, **plan.training)
     scenario = msgspec.structs.replace(scenario, training=model)
@@ -90,7 +90,7 @@ def _run(
     driver: PolicyDriver | IdleDriver
     if plan.policy:
         config = plan.config(fleet.cells, fleet.standalone, fleet.slots, trainers)
-        driver = PolicyDriver(scenario, workload, clock, config, per_burst=size, steps=steps, durations=list(durations))
+        driver = PolicyDriver(scenario, workload, clock, config, per_burst=size, steps=steps, past=past)
     else:
         driver = IdleDriver(scenario, workload, clock, per_burst=size, steps=steps)
     driver.start()

@@ -107,9 +107,9 @@ def load_trace(path: str | Path | None = None) -> list[Run]:
     return runs
 
 
-def durations(runs: Iterable[Run], scale: float = 1.0) -> list[float]:
-    """Seconds each run takes alone: what seeds a scheduler's predictor (`sched.durations`)."""
-    return [run.seconds() * scale for run in runs]
+def past(runs: Iterable[Run], scale: float = 1.0) -> list[tuple[str, float]]:
+    """Task of each run and the seconds it takes alone: what seeds a scheduler's predictor (`sched.past`)."""
+    return [(run.task, run.seconds() * scale) for run in runs]
 
 
 def write_trace(path: Path, runs: Iterable[Run]) -> None:
