@@ -66,3 +66,10 @@ def test_the_predecessors_of_tools_are_refused_with_the_remedy(messages, fields)
 
 def test_a_share_of_nothing_is_the_smallest_one():
     assert 0 < read(user("x"), top_p=0).sampling.top_p < 1e-3
+
+
+@pytest.mark.parametrize("key", [None, [], {}])
+def test_a_call_without_an_id_is_refused(key):
+    call = {"id": key, "type": "function", "function": {"name": "bash", "arguments": "{}"}}
+    with pytest.raises(BadRequest, match="tool_calls: expected"):
+        read(user("x"), {"role": "assistant", "tool_calls": [call]})

@@ -192,3 +192,8 @@ def test_half_a_character_is_no_reason_to_refuse():
     raw = b'{"messages": [{"role": "user", "content": ["cut \\ud83d", "\\\\ud83d\\ud83d\\ude00"]}]}'
     (message,) = messages.read_request(raw, Defaults()).conversation.messages
     assert message.text == "cut \ufffd\n\\ud83d\U0001f600"
+
+
+def test_thinking_that_was_emptied_is_none():
+    _, turn = turns(USER, said({"type": "thinking", "thinking": None, "signature": "s"}, text("a")))
+    assert (turn.text, turn.reasoning) == ("a", None)

@@ -262,3 +262,8 @@ def test_wrong_requests_name_what_is_wrong(body, complaint):
 )
 def test_null_is_absent(field):
     assert read(**{field: None}).conversation == read().conversation
+
+
+def test_a_result_may_be_an_object():
+    *_, result = said(USE, OUT | {"output": {"content": "x", "success": True}})
+    assert result.text == '{"content":"x","success":true}'

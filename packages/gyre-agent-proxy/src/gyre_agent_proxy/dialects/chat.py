@@ -137,11 +137,13 @@ def _calls(raw: Any, where: str) -> tuple[ToolCall, ...]:
     found = []
     try:
         for call in raw:
-            function = call["function"]
+            function, key = call["function"], call["id"]
+            if not isinstance(key, str | int):
+                raise TypeError
             arguments = function.get("arguments") or ""
             if not isinstance(arguments, str):
                 arguments = msgspec.json.encode(arguments).decode()
-            found.append(ToolCall(id=str(call["id"]), name=str(function["name"]), arguments=arguments))
+            found.append(ToolCall(id=str(key), name=str(function["name"]), arguments=arguments))
     except (TypeError, KeyError, AttributeError) as e:
         raise BadRequest(
             f"{where}.tool_calls: expected [{{id, type, function: {{name, arguments}}}}], got {raw!r:.80}", "messages"

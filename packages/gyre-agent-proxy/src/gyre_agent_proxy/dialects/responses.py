@@ -166,7 +166,9 @@ class _Reader:
             self._open_turn().calls.append(call)
         elif kind in _OUTPUTS:
             call_id = item.get("call_id") or (item.get("id") if kind == "local_shell_call_output" else None)
-            text = self._parts.text(item.get("output"), f"{where}.output")
+            output = item.get("output")  # an object where a harness passes on what its tool gave it
+            output = msgspec.json.encode(output).decode() if isinstance(output, dict) else output
+            text = self._parts.text(output, f"{where}.output")
             self._add(Message(role="tool", text=text, call_id=_known_by(call_id, where)))
         elif kind == "message":
             self._message(item, where)
