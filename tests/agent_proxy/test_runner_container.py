@@ -118,7 +118,11 @@ def test_no_value_that_others_must_not_read_is_on_the_command_line(
     assert (env["PATH"], env["HOME"]) == (os.environ["PATH"], os.environ["HOME"])
     assert "AWS_SECRET_ACCESS_KEY" not in env
     said = options(command[command.index("run") :])["--env"]
-    assert said == ["DOCKER_HOST=tcp://mine", "HOME=/data/x", "LEVEL", "OPENAI_API_KEY"], "no PATH: the image has one"
+    assert said == ["DOCKER_HOST=tcp://mine", "HOME=/data/x", "LEVEL=3", "OPENAI_API_KEY"], "no PATH: the image's"
+    script = msgspec.structs.replace(box, env={"BASH_ENV": "$(touch /x)"})
+    command, env = script.launch(["agent"], ENV, HARNESS)
+    assert "BASH_ENV" not in env, "the client may be a script"
+    assert "BASH_ENV=$(touch /x)" in command
     assert "PATH=/own/bin" in options(box.run(["agent"], {**ENV, "PATH": "/own/bin"}, HARNESS))["--env"]
 
 
@@ -137,7 +141,7 @@ def test_a_verifier_s_container(box: Container, tmp_path: Path) -> None:
         f"type=bind,source={folder / name},target={target}"
         for name, target in (("workspace", "/app"), ("tests", "/tests"), ("logs", "/logs"))
     ]
-    assert said["--env"] == ["HOME=/logs", "JUDGE", "LEVEL"]
+    assert said["--env"] == ["HOME=/logs", "JUDGE=none", "LEVEL=3"]
     assert said["--name"] == ["gyre-0123456789ab-e-2"]
     assert not any("target=/run/gyre/proxy" in mount for mount in said["--mount"])
 

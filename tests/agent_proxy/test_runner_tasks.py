@@ -52,6 +52,8 @@ def test_reads_the_folder(tmp_path: Path) -> None:
         ({"task.toml": "[environment]\ncpus = 0"}, "[environment] cpus must be a positive number, got 0.0"),
         ({"task.toml": "[environment]\nworkdir = '/'"}, "workdir must be an absolute path of a folder"),
         ({"task.toml": "[environment]\nworkdir = '/app/../etc'"}, "workdir must be an absolute path of a folder"),
+        ({"task.toml": "[environment]\ndocker_image = '--privileged'"}, "docker_image names no image: '--privileged'"),
+        ({"task.toml": "[environment.env]\n'A=B' = '1'"}, "'A=B' cannot be an environment variable"),
         ({"task.toml": "[[steps]]\nname = 'first'"}, "has 1 steps"),
         ({"instruction.md": None}, "instruction.md"),
         ({"instruction.md": " \n"}, "instruction.md is empty"),

@@ -6,8 +6,9 @@
     limits          processors, memory, processes and the size of a file; no capabilities, no new privileges
     labels          gyre.run and gyre.execution
 
-The first program is enter.py under this runner's own Python, mounted for it, or under one that the image has. Values of
-environment variables are handed to the client in its own environment, not on its command line, which others can read.
+The first program is enter.py under this runner's own Python, mounted for it, or under one that the image has. What the
+runner gives a program as environment goes through the client's own, not on its command line, which others can read;
+what a task says goes on the command line, since a client that is a script must not be told `BASH_ENV` by it.
 `contained.py` runs the client and removes the container when it ends, is told to end, or its guard is.
 """
 
@@ -85,7 +86,7 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
         name = self.name(view)
         command = [self.client.path, *self.run(argv, env, view)]
         program = [sys.executable, "-I", "-S", contained.__file__, self.client.kind, self.client.path, name, *command]
-        return program, {**containers.environment(), **{n: v for n, v in self._env(env, view).items() if _by_name(n)}}
+        return program, {**containers.environment(), **{n: v for n, v in env.items() if not containers.own(n)}}
 
     def name(self, view: View) -> str:
         """The container's."""
@@ -112,7 +113,7 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
         for path in sorted(self._masks(view)):
             out += ["--mount", f"type=tmpfs,target={_named(path)}{empty}"]
         for key, value in sorted(self._env(env, view).items()):
-            out += ["--env", key if _by_name(key) else f"{key}={value}"]
+            out += ["--env", key if key in env and not containers.own(key) else f"{key}={value}"]
         out += [self.image, "-I", "-S", str(_GYRE / "enter.py"), "-1"]
         out += [str(self.port), str(_GYRE / "proxy" / self.socket.name)] if bridged and self.socket else ["0", ""]
         return [*out, str(self.file_limit), *self._program(argv)]
@@ -161,11 +162,6 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
         """What is not to be seen in a folder that is shown."""
         read = self._read(view)
         return {path for path in view.hidden if installs.within(path, read)}
-
-
-def _by_name(variable: str) -> bool:
-    """Whether its value goes through the client's environment; one that the client reads itself cannot."""
-    return not containers.own(variable)
 
 
 def _mount(source: Path, target: Path, *, readonly: bool) -> str:

@@ -28,6 +28,7 @@ from gyre_agent_proxy.runner.containers import RUN, Client, ContainerError, Imag
 from gyre_agent_proxy.runner.errors import SandboxError, TaskError
 from gyre_agent_proxy.runner.sandbox import NOBODY, Sandbox
 from gyre_agent_proxy.runner.tasks import Task
+from gyre_agent_proxy.runner.workspace import full
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Places:
                     async with self._slots:
                         self._made[task.name] = await self._make(task)
                 except (ContainerError, OSError) as e:
+                    if isinstance(e, OSError) and full(e):
+                        raise  # which ends the run, as elsewhere
                     error = ContainerError(f"the image of task {task.name!r} cannot be had: {e}")
                     failed.append(error)
                     raise error from e

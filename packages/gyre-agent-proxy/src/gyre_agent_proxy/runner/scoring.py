@@ -13,7 +13,6 @@ goes on.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import os
@@ -31,7 +30,7 @@ from gyre_agent_proxy.runner.owner import LABEL, mark, remove
 from gyre_agent_proxy.runner.places import Place
 from gyre_agent_proxy.runner.sandbox import Sandbox, View, host_path
 from gyre_agent_proxy.runner.tasks import Task
-from gyre_agent_proxy.runner.workspace import WorkspaceTooLarge, copy, produced
+from gyre_agent_proxy.runner.workspace import WorkspaceTooLarge, copy, full, produced
 from gyre_traj.intake import Ending, Outcome
 from gyre_transport.errors import ProcessError
 from gyre_transport.process import Child
@@ -100,7 +99,7 @@ class Scorer:
         except WorkspaceTooLarge as e:
             raise EvaluatorFailed(str(e), final=True) from e
         except (OSError, shutil.Error) as e:
-            if _full(e):
+            if full(e):
                 raise
             raise EvaluatorFailed(f"the workspace could not be copied: {e}") from e
         timeout = min(self._config.evaluator_timeout, task.verifier_timeout or self._config.evaluator_timeout)
@@ -160,14 +159,6 @@ class Scorer:
         shutil.copytree(task.tests, folder / "tests")
         (folder / "logs" / "verifier").mkdir(parents=True)
         sandbox.give(folder)
-
-
-def _full(error: OSError) -> bool:
-    """Whether there is no space left; shutil gathers what went wrong in a list of (source, target, why)."""
-    words = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
-    if isinstance(error, shutil.Error):
-        return any(word in str(error) for word in words)
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_reward(folder: Path) -> tuple[float, str]:

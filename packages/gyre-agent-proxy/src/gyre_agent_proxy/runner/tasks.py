@@ -180,6 +180,10 @@ def _machine(name: str, folder: Path, toml: _Toml) -> Machine:
         raise TaskError(
             f"task {name!r}: [environment] workdir must be an absolute path of a folder, not /, got {said.workdir!r}"
         )
+    if said.docker_image is not None and not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", said.docker_image):
+        raise TaskError(f"task {name!r}: [environment] docker_image names no image: {said.docker_image!r}; correct it")
+    if odd := [key for key in (*said.env, *toml.verifier.env) if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key)]:
+        raise TaskError(f"task {name!r}: {odd[0]!r} cannot be an environment variable; rename it")
     asks = {
         f"the operating system {said.os!r}": said.os.lower() != "linux",
         "GPUs": bool(said.gpus),

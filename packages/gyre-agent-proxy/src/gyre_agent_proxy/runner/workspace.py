@@ -6,6 +6,7 @@ What it made unreadable is made readable first: nobody gets another try by locki
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -121,3 +122,11 @@ def _copy(source: Path, target: Path, mode: int) -> None:
     except PermissionError:
         source.chmod(stat.S_IMODE(mode) | stat.S_IRUSR)
         shutil.copy2(source, target)
+
+
+def full(error: OSError) -> bool:
+    """Whether there is no space left; shutil gathers what went wrong in a list of (source, target, why)."""
+    words = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+    if isinstance(error, shutil.Error):
+        return any(word in str(error) for word in words)
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
