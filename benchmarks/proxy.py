@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -161,8 +161,16 @@ async def ready(gateway: Gateway, deadline: float = 120.0) -> None:
                 await asyncio.sleep(0.3)
 
 
-async def load(gateway: Gateway, clients: int, calls: int, stream: bool, round_: int) -> tuple[list[float], float]:
-    """`calls` calls by `clients` clients at once: seconds of each, calls a second."""
+class Round(NamedTuple):
+    """Seconds of each answered call, answered calls a second, calls that failed."""
+
+    times: list[float]
+    rate: float
+    failed: int
+
+
+async def load(gateway: Gateway, clients: int, calls: int, stream: bool, round_: int) -> Round:
+    """`calls` calls by `clients` clients at once."""
     times: list[float] = []
     left = iter(range(calls))
 
@@ -170,12 +178,15 @@ async def load(gateway: Gateway, clients: int, calls: int, stream: bool, round_:
         for i in left:
             messages = [{"role": "user", "content": f"{gateway.name} {round_} {client} {i}. {ASK}"}]
             data = json.dumps(body(stream, messages)).encode()
-            times.append(await call(session, gateway.url, data, f"c{round_}-{clients}-{client}-{stream}"))
+            try:
+                times.append(await call(session, gateway.url, data, f"c{round_}-{clients}-{client}-{stream}"))
+            except (aiohttp.ClientError, AssertionError) as e:
+                print(f"{gateway.name}: {type(e).__name__}: {e}"[:500], file=sys.stderr)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         begun = time.perf_counter()
         await asyncio.gather(*(one(c) for c in range(clients)))
-        return times, calls / (time.perf_counter() - begun)
+        return Round(times, len(times) / (time.perf_counter() - begun), calls - len(times))
 
 
 def cpu_seconds(gateway: Gateway) -> float:
@@ -260,47 +271,47 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             await ready(gateway)
         async for row in rounds(gateways, options):
             report["load"].append(row)
-            print(".", end="", file=sys.stderr, flush=True)
+            print("{gateway} {clients} {calls_per_s:.0f}/s".format(**row), file=sys.stderr)
         ours = gateways[1]
         report["growth"] = await grow(
             ours, tuple(options.sizes), lambda t: encode.encode(t).ids, max(3, options.calls // 40)
         )
-        print(file=sys.stderr)
     return report
 
 
 async def rounds(gateways: list[Gateway], options: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
     """Interleaved rounds; the median over them."""
     for stream in (False, True):
-        for clients in CLIENTS:
-            taken: dict[str, list[tuple[list[float], float]]] = {g.name: [] for g in gateways}
+        for clients in options.clients:
+            taken: dict[str, list[Round]] = {g.name: [] for g in gateways}
             for round_ in range(options.rounds):
                 for gateway in gateways:
                     taken[gateway.name].append(await load(gateway, clients, options.calls, stream, round_))
-            base = statistics.median(statistics.median(t) for t, _ in taken["engine"])
+            base = statistics.median(statistics.median(r.times) for r in taken["engine"])
             for gateway in gateways:
                 runs = taken[gateway.name]
-                p50 = statistics.median(statistics.median(t) for t, _ in runs)
+                p50 = statistics.median(statistics.median(r.times) for r in runs)
                 yield {
                     "gateway": gateway.name,
                     "stream": stream,
                     "clients": clients,
                     "p50_ms": 1e3 * p50,
-                    "p99_ms": 1e3 * statistics.median(statistics.quantiles(t, n=100)[98] for t, _ in runs),
+                    "p99_ms": 1e3 * statistics.median(statistics.quantiles(r.times, n=100)[98] for r in runs),
                     "added_p50_ms": 1e3 * (p50 - base),
-                    "calls_per_s": statistics.median(rate for _, rate in runs),
+                    "calls_per_s": statistics.median(r.rate for r in runs),
+                    "failed": sum(r.failed for r in runs),
                 }
 
 
 def show(report: dict[str, Any]) -> None:
     """Tables."""
     print(f"answers of {report['tokens']} tokens, {report['calls']} calls a round")
-    print(f"{'':18}{'mode':>8}{'clients':>9}{'p50 ms':>10}{'p99 ms':>10}{'added p50':>11}{'calls/s':>10}")
+    print(f"{'':18}{'mode':>8}{'clients':>9}{'p50 ms':>10}{'p99 ms':>10}{'added p50':>11}{'calls/s':>10}{'failed':>8}")
     for row in report["load"]:
         mode = "stream" if row["stream"] else "whole"
         print(
             f"{row['gateway']:18}{mode:>8}{row['clients']:>9}{row['p50_ms']:>10.2f}{row['p99_ms']:>10.2f}"
-            f"{row['added_p50_ms']:>11.2f}{row['calls_per_s']:>10.1f}"
+            f"{row['added_p50_ms']:>11.2f}{row['calls_per_s']:>10.1f}{row['failed']:>8}"
         )
     for name in report["left_out"]:
         print(f"{name}: not found; install it in an environment and name its bin folder by --peers")
@@ -313,6 +324,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="bin folder with litellm and smg (default: PATH)")
     parser.add_argument("--calls", type=int, default=400, help="calls a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=int, nargs="*", default=list(CLIENTS), help="clients at once")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="sizes of the grown conversation")
     parser.add_argument("--json", action="store_true")
