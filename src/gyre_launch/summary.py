@@ -177,8 +177,8 @@ def text(summary: dict[str, Any]) -> str:
     kv = summary.get("kv", {})
     if kv.get("requests"):
         rows.append(
-            f"tokens of {kv['requests']} requests that changed engines: {kv['recomputed']:,} computed again, "
-            f"{kv['recomputed_without_moves']:,} without KV moves"
+            f"{kv['requests']} requests changed engines: {kv['recomputed']:,} tokens of context were computed again, "
+            f"without KV moves it would have been {kv['recomputed_without_moves']:,}"
             + (f"; {kv['moves_failed']} of {kv['moves']} moves failed" if kv["moves_failed"] else "")
         )
     if first is not None and last is not None:
