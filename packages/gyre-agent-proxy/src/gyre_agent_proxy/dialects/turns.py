@@ -140,7 +140,7 @@ class Turns:
             where = f"messages (assistant turn {len(self._done)}).content[{i}]"
             match _kind(block, where):
                 case "thinking":
-                    thoughts.append("" if block.get("thinking") is None else _string(block, "thinking", where))
+                    thoughts.append("" if block.get("thinking", "") is None else _string(block, "thinking", where))
                 case "redacted_thinking":
                     pass  # sealed: nothing that a prompt could hold
                 case "tool_use":
