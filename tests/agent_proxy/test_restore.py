@@ -42,6 +42,7 @@ def turn_of(key):
         ([TURN, ONE, TWO], 0),
         ([TURN, TWO, ONE], 0),
         ([said("I look."), said("", *TURN.calls), ONE, TWO], 1),
+        ([said("I look."), said("", *TURN.calls, reasoning="hm"), ONE, TWO], 1),
         ([said("", *TURN.calls), said("I look.\n"), ONE, TWO], 1),
         ([said("I look.", TURN.calls[0]), ONE, said("", TURN.calls[1]), TWO], 1),
         ([said("I look."), said("", TURN.calls[0]), said("", TURN.calls[1]), TWO, ONE], 1),

@@ -37,8 +37,8 @@ def restore(messages: Sequence[Message], turn_of: TurnOf) -> tuple[list[Message]
         parts = end > at
         if not message.text and plain(turn.text):
             if found and _is_text_of(turn, found[-1]):
-                message = msgspec.structs.replace(message, reasoning=message.reasoning or found.pop().reasoning)
-                parts = True
+                before, parts = found.pop(), True
+                message = msgspec.structs.replace(message, reasoning=message.reasoning or before.reasoning)
             elif end < len(messages) and not results and _is_text_of(turn, messages[end]):
                 end, parts = end + 1, True
         changed += parts or identity(message) != identity(turn)
