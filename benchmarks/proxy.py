@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import psutil
 
 HERE = Path(__file__).parent
 CLIENTS = (1, 16, 64)
@@ -161,12 +162,21 @@ async def ready(gateway: Gateway, deadline: float = 120.0) -> None:
                 await asyncio.sleep(0.3)
 
 
-class Round(NamedTuple):
-    """Seconds of each answered call, answered calls a second, calls that failed."""
+def cpu_seconds(gateway: Gateway) -> float:
+    """CPU time of the gateway's processes, and of those they started, so far."""
+    parents = [psutil.Process(p.pid) for p in gateway.processes]
+    pids = [p.pid for parent in parents for p in (parent, *parent.children(recursive=True))]
+    threads = (t for pid in pids for t in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((t / "schedstat").read_text().split()[0]) for t in threads) / 1e9
 
-    times: list[float]
-    rate: float
+
+class Round(NamedTuple):
+    """One gateway's share of a round."""
+
+    times: list[float]  # seconds of each answered call
+    rate: float  # answered calls a second
     failed: int
+    cpu: float  # seconds of the gateway's processes a call
 
 
 async def load(gateway: Gateway, clients: int, calls: int, stream: bool, round_: int) -> Round:
@@ -184,18 +194,10 @@ async def load(gateway: Gateway, clients: int, calls: int, stream: bool, round_:
                 print(f"{gateway.name}: {type(e).__name__}: {e}"[:500], file=sys.stderr)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), cpu_seconds(gateway)
         await asyncio.gather(*(one(c) for c in range(clients)))
-        return Round(times, len(times) / (time.perf_counter() - begun), calls - len(times))
-
-
-def cpu_seconds(gateway: Gateway) -> float:
-    """CPU time of the gateway's processes so far."""
-    ticks = 0
-    for process in gateway.processes:
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        rate = len(times) / (time.perf_counter() - begun)
+        return Round(times, rate, calls - len(times), (cpu_seconds(gateway) - used) / calls)
 
 
 async def grow(gateway: Gateway, sizes: tuple[int, ...], encode: Any, calls: int) -> list[dict[str, float]]:
@@ -271,7 +273,7 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             await ready(gateway)
         async for row in rounds(gateways, options):
             report["load"].append(row)
-            print("{gateway} {clients} {calls_per_s:.0f}/s".format(**row), file=sys.stderr)
+            print("{gateway} {clients} {calls_per_s:.0f}/s {cpu_ms:.2f} ms CPU".format(**row), file=sys.stderr)
         ours = gateways[1]
         report["growth"] = await grow(
             ours, tuple(options.sizes), lambda t: encode.encode(t).ids, max(3, options.calls // 40)
@@ -299,6 +301,7 @@ async def rounds(gateways: list[Gateway], options: argparse.Namespace) -> AsyncI
                     "p99_ms": 1e3 * statistics.median(statistics.quantiles(r.times, n=100)[98] for r in runs),
                     "added_p50_ms": 1e3 * (p50 - base),
                     "calls_per_s": statistics.median(r.rate for r in runs),
+                    "cpu_ms": 1e3 * statistics.median(r.cpu for r in runs),
                     "failed": sum(r.failed for r in runs),
                 }
 
@@ -306,12 +309,14 @@ async def rounds(gateways: list[Gateway], options: argparse.Namespace) -> AsyncI
 def show(report: dict[str, Any]) -> None:
     """Tables."""
     print(f"answers of {report['tokens']} tokens, {report['calls']} calls a round")
-    print(f"{'':18}{'mode':>8}{'clients':>9}{'p50 ms':>10}{'p99 ms':>10}{'added p50':>11}{'calls/s':>10}{'failed':>8}")
+    names = (("mode", 8), ("clients", 9), ("p50 ms", 10), ("p99 ms", 10), ("added p50", 11), ("calls/s", 10))
+    print(f"{'':18}" + "".join(f"{name:>{width}}" for name, width in (*names, ("CPU ms", 9), ("failed", 8))))
     for row in report["load"]:
         mode = "stream" if row["stream"] else "whole"
         print(
             f"{row['gateway']:18}{mode:>8}{row['clients']:>9}{row['p50_ms']:>10.2f}{row['p99_ms']:>10.2f}"
-            f"{row['added_p50_ms']:>11.2f}{row['calls_per_s']:>10.1f}{row['failed']:>8}"
+            f"{row['added_p50_ms']:>11.2f}{row['calls_per_s']:>10.1f}"
+            f"{row['cpu_ms']:>9.2f}{row['failed']:>8}"
         )
     for name in report["left_out"]:
         print(f"{name}: not found; install it in an environment and name its bin folder by --peers")
