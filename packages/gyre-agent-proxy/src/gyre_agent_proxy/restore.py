@@ -41,7 +41,8 @@ def restore(messages: Sequence[Message], turn_of: TurnOf) -> tuple[list[Message]
                 message = msgspec.structs.replace(message, reasoning=message.reasoning or before.reasoning)
             elif end < len(messages) and not results and _is_text_of(turn, messages[end]):
                 end, parts = end + 1, True
-        changed += parts or identity(message) != identity(turn)
+        as_it_was = (message.text, message.calls) == (turn.text, turn.calls)
+        changed += parts or not (as_it_was or identity(message) == identity(turn))
         found += [msgspec.structs.replace(turn, reasoning=message.reasoning), *results]
         at = end
     return in_call_order(found), changed
