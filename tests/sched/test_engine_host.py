@@ -18,9 +18,11 @@ import pytest
 import pytest_asyncio
 
 from gyre_sched.engine import launch
+from gyre_sched.engine import pages as engine_pages
 from gyre_sched.engine.client import EngineClient
 from gyre_sched.engine.config import EngineConfig
 from gyre_sched.engine.host import EngineHost
+from gyre_sched.engine.pages import Pages
 from gyre_sched.errors import (
     EngineError,
     EngineRefused,
@@ -29,6 +31,9 @@ from gyre_sched.errors import (
     RefreshError,
     WeightsUnknown,
 )
+from gyre_transport.bus import Server
+from gyre_transport.kv import protocol as kv
+from gyre_transport.kv.config import LinkerConfig
 from gyre_transport.snapshot import SnapshotSource
 
 PARTS = Path(__file__).parent / "parts"
@@ -49,10 +54,15 @@ class Rig:
         self.watching: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
-    def make(self, **config: Any) -> EngineHost:
+    def make(self, pages: Pages | None = None, **config: Any) -> EngineHost:
         settings = {"health_interval": 0.05, "health_failures": 2, "stop_timeout": 5.0, **config}
         self.host = EngineHost(
-            "cell-7", EngineConfig(scratch=str(self.scratch), **settings), self.model, self.log, self._changed.set
+            "cell-7",
+            EngineConfig(scratch=str(self.scratch), **settings),
+            self.model,
+            self.log,
+            self._changed.set,
+            pages,
         )
         return self.host
 
@@ -154,6 +164,29 @@ async def test_release_and_return_in_order(rig: Rig) -> None:
         *["continue_generation", "continue_generation", "generate"],
         *["continue_generation", "generate"],
     ]
+
+
+async def test_pages_are_held_before_the_cache_is_flushed(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    address = f"ipc://{tmp_path_factory.mktemp('k')}/kv"
+    before: list[str] = []
+
+    async def handle(request: kv.Request) -> kv.Done:
+        assert request == kv.Hold(seconds=7.0)
+        before.extend(await rig.calls())
+        return kv.Done()
+
+    async with Server(address, kv.Request, handle):
+        await rig.make(pages=Pages(LinkerConfig(model="m", addresses=(address,)), hold=7.0)).start()
+        await rig.host.release()
+    assert before == ["/generate", "/freeze_gc"]
+    assert rig.host.released
+
+
+async def test_a_cell_is_released_without_its_kv_service(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pages, "_ANSWER", 0.1)
+    await rig.make(pages=Pages(LinkerConfig(model="m", addresses=("ipc:///nowhere/at-all",)), hold=7.0)).start()
+    await rig.host.release()
+    assert rig.host.released
 
 
 async def test_a_busy_engine_is_not_released(rig: Rig) -> None:
