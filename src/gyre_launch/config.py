@@ -27,7 +27,7 @@ from gyre_transport.config import load, only, section
 from gyre_transport.errors import ConfigError
 from gyre_transport.kv.config import KvConfig
 from gyre_transport.run import BatchConfig, BusConfig, RunConfig, RunDir, TransportConfig
-from gyre_transport.sockets import loopback
+from gyre_transport.sockets import loopback, loopback_host
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,6 +96,7 @@ def resolve(path: Path, overrides: list[str], *, convert_model: bool = True) -> 
     sections["model"] = _model(sections["model"], base, convert_model)
     sections["runner"] = _runner(sections["runner"], base)
     sections["bus"] = _bus(sections["bus"], base, RunDir(run["dir"]))
+    sections["engine"] = _engine(sections["engine"], base, RunDir(run["dir"]))
     sections["proxy"] = _proxy(sections["proxy"])
     _check(sections)
     return Resolved(sections)
@@ -123,6 +124,13 @@ def _bus(bus: BusConfig, base: Path, run_dir: RunDir) -> BusConfig:
         return bus
     root = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return msgspec.structs.replace(bus, dir=str(Path(root) / f"gyre-{os.getpid()}-{os.urandom(3).hex()}"))
+
+
+def _engine(engine: EngineConfig, base: Path, run_dir: RunDir) -> EngineConfig:
+    if not engine.key and loopback_host(engine.host):
+        return engine
+    key = base / Path(engine.key).expanduser() if engine.key else run_dir.engine_key
+    return msgspec.structs.replace(engine, key=str(key.resolve()))
 
 
 def _proxy(proxy: Any) -> Any:

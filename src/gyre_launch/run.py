@@ -39,6 +39,8 @@ def prepare(resolved: Resolved) -> Context:
             Path(resolved.bus.dir).mkdir(mode=0o700, parents=True)
         elif resolved.bus.keys and not Path(resolved.bus.keys).exists():
             keys.make(Path(resolved.bus.keys))
+        if resolved.engine.key and not Path(resolved.engine.key).exists():
+            keys.make_token(Path(resolved.engine.key))
     except OSError as e:
         raise LaunchError(f"cannot create the run directory {str(run_dir)!r}: {e.strerror}; set run.dir") from e
     return Context(run_dir / "config.toml")

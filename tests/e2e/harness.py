@@ -41,7 +41,8 @@ summary = ask([*history, {"role": "user", "content": "tell it in short"}], role=
 stats = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/gyre/stats"
 for turn in range(200 if "patient" in instruction else 0):
     ask([{"role": "user", "content": f"{instruction} {turn}"}], role="sub-agent", stream=turn % 2 == 0, tokens=800)
-    engines = json.load(urllib.request.urlopen(stats, timeout=60))["engines"]  # noqa: S310
+    asked = urllib.request.Request(stats, headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"})  # noqa: S310
+    engines = json.load(urllib.request.urlopen(asked, timeout=60))["engines"]  # noqa: S310
     if sum(engine["routed"] for engine in engines.values()) < 2:
         break
 final = ask([{"role": "user", "content": f"{instruction}\n{summary}\n{review}"}])

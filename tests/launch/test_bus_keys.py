@@ -103,3 +103,14 @@ def test_a_process_without_the_file_says_so(run_toml: Path, tmp_path: Path) -> N
     context.dir.bus_keys.unlink()
     with pytest.raises(ConfigError, match=r"bus\.keys.*copy the file"):
         Context(context.config_path)
+
+
+@pytest.mark.parametrize(("host", "made"), [("127.0.0.1", False), ("192.0.2.1", True)])
+def test_engines_that_others_can_reach_get_a_token(run_toml: Path, tmp_path: Path, host: str, made: bool) -> None:
+    resolved = resolve(run_toml, [f"run.dir={tmp_path}/out", f"bus.dir={tmp_path}/bus", f"engine.host={host}"])
+    context = prepare(resolved)
+    assert context.dir.engine_key.exists() is made
+    if made:
+        assert resolved.engine.key == str(context.dir.engine_key)
+        assert stat.S_IMODE(context.dir.engine_key.stat().st_mode) == 0o600
+        assert keys.load_token(context.dir.engine_key, "engine.key") not in context.dir.config.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ from gyre_sched.engine.config import EngineConfig
 from gyre_sched.errors import EngineStartError
 from gyre_transport.config import section
 from gyre_transport.errors import ConfigError
+from gyre_transport.keys import make_token
 
 MODEL = Path("a-model")
 
@@ -176,3 +178,53 @@ def test_each_cell_sees_its_own_devices(cell: int, size: int, visible: str, expe
 def test_too_few_devices_are_refused() -> None:
     with pytest.raises(EngineStartError, match="cell 1 needs devices 2 to 3, of which 3 are visible"):
         launch.devices(1, EngineConfig(tensor_parallel=2), {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+
+
+# --- engines that others can reach ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_a_token_goes_by_the_environment_and_not_by_the_command_line(cuda: bool, tmp_path: Path) -> None:
+    token = make_token(tmp_path / "engine.key")
+    plain, _ = made(cuda=cuda)
+    argv, env = made(cuda=cuda, key=str(tmp_path / "engine.key"))
+    assert env["GYRE_ENGINE_KEY"] == token
+    assert not any(token in word for word in argv)
+    assert argv[1].endswith("keyed.py")
+    assert argv[2] == ("sglang.launch_server" if cuda else plain[1])
+    assert argv[3:] == plain[3 if cuda else 2 :]
+
+
+def test_a_program_that_is_keyed_has_the_token_and_its_children_do_not(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\nif __name__ == '__main__': print(sys.argv[1:], 'GYRE_ENGINE_KEY' in os.environ)"
+    )
+    env = {**os.environ, "GYRE_ENGINE_KEY": "secret", "PYTHONPATH": str(tmp_path)}
+    for name in (str(program), "program"):
+        done = subprocess.run(
+            [sys.executable, str(launch._KEYED), name, "--port", "1"],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == "['--port', '1', '--api-key', 'secret'] False\n"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "node-1"])  # noqa: S104
+def test_an_engine_that_others_can_reach_needs_a_token(host: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineStartError, match=r"nothing asks them for a token: set engine\.key"):
+        launch.check(EngineConfig(host=host), tmp_path)
+    make_token(tmp_path / "engine.key")
+    launch.check(EngineConfig(host=host, key=str(tmp_path / "engine.key")), tmp_path)
+
+
+def test_a_file_that_holds_no_token(tmp_path: Path) -> None:
+    path = tmp_path / "engine.key"
+    for wrong in ("", "short", "x" * 20 + " " + "y" * 20, "\N{SNOWMAN}" * 40):
+        path.write_text(wrong)
+        path.chmod(0o600)
+        with pytest.raises(ConfigError, match=r"engine\.key\) holds no token"):
+            made(cuda=True, key=str(path))

@@ -22,11 +22,18 @@ class EngineClient:
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, stop_ids: tuple[int, ...], *, connect: float, silence: float
+        self,
+        session: aiohttp.ClientSession,
+        stop_ids: tuple[int, ...],
+        *,
+        connect: float,
+        silence: float,
+        token: str = "",
     ) -> None:
         self.stop_ids = stop_ids
         self._session = session
         self._stream = aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=silence)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._control = aiohttp.ClientTimeout(total=connect)
 
     async def generate(
@@ -51,7 +58,7 @@ class EngineClient:
         async with self._session.post(
             f"{url}/generate",
             data=data,
-            headers={"content-type": "application/json"},
+            headers={"content-type": "application/json", **self._headers},
             timeout=self._stream,
         ) as response:
             if response.status != 200:
@@ -77,7 +84,9 @@ class EngineClient:
 
     async def abort(self, url: str, rid: str) -> None:
         """Ask the engine to end request `rid`; it answers alike whether it knows it or not."""
-        async with self._session.post(f"{url}/abort_request", json={"rid": rid}, timeout=self._control) as response:
+        async with self._session.post(
+            f"{url}/abort_request", json={"rid": rid}, headers=self._headers, timeout=self._control
+        ) as response:
             await response.read()
 
 

@@ -15,6 +15,7 @@ _SOCKET_PATH = 107  # bytes that the system takes
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[proxy]; durations in seconds."""
 
+    engine_key: str = ""  # file with the token that `engines` ask for, mode 0600; empty: engine.key
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free port, told to the parent by `ready(url=…)`
     socket: str = ""  # a unix socket to listen on, too, in a folder of its own; empty: proxy/http below an ipc bus.dir

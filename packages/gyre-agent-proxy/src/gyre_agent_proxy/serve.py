@@ -32,8 +32,10 @@ from gyre_agent_proxy.roles import Roles
 from gyre_agent_proxy.server import Server
 from gyre_agent_proxy.service import Service
 from gyre_transport.config import section
+from gyre_transport.keys import load_token
 from gyre_transport.process import ready
 from gyre_transport.run import BusConfig, Context
+from gyre_transport.sockets import loopback_host
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,12 @@ async def proxy(
     bus: where the scheduler is; None uses `config.engines`.
     Raises `ModelError`, `RoleTableError`, `UnfitEngine`, `ListenError`.
     """
+    if secret is None and not loopback_host(config.host):
+        raise ListenError(
+            f"others can reach {config.host!r}, and without a secret the proxy takes any key: name a file that signs "
+            "keys (--secret), or listen on a loopback address"
+        )
+    token = load_token(Path(config.engine_key), "proxy.engine_key") if config.engine_key else ""
     renderer = load_renderer(model.path, config.template, model.name)
     if not config.context:
         config = msgspec.structs.replace(config, context=context_of(Path(model.path)))
@@ -77,7 +85,9 @@ async def proxy(
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         )
-        client = EngineClient(session, renderer.stop_ids, connect=config.connect_timeout, silence=config.silence)
+        client = EngineClient(
+            session, renderer.stop_ids, connect=config.connect_timeout, silence=config.silence, token=token
+        )
         pages = PageMoves(counters, config.kv_wait)
         stack.push_async_callback(pages.close)
         engines = Engines(pool, client, config, counters, renderer.vocabulary, pages=pages)
@@ -131,8 +141,9 @@ async def serve(context: Context) -> None:
     model = section(context.data, "model", ModelConfig)
     bus = None if config.engines else context.bus
     config = msgspec.structs.replace(config, socket=str(socket_path(config, context.bus) or ""))
+    engine = context.data.get("engine", {})
+    config = msgspec.structs.replace(config, engine_key=config.engine_key or str(engine.get("key") or ""))
     if not config.context:
-        engine = context.data.get("engine", {})
         config = msgspec.structs.replace(config, context=int(engine.get("context_length") or 0))
     async with proxy(
         config,

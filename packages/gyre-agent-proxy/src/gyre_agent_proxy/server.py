@@ -183,6 +183,8 @@ class Server:
         return web.json_response({"status": "ok"})
 
     async def _stats(self, request: web.Request) -> web.Response:
+        if self._secret is not None:
+            self._execution(request)
         return web.json_response(self._service.stats)
 
     async def _close(self, request: web.Request) -> web.Response:

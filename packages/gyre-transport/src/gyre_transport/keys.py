@@ -10,6 +10,7 @@ folder they lie in says who may connect.
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 import msgspec
@@ -60,29 +61,13 @@ def generate() -> Keys:
 def make(path: Path) -> Keys:
     """Write fresh keys to `path`, mode 0600, never over a file that is there. Raises `ConfigError`."""
     keys = generate()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(keys)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as e:
-        raise ConfigError(f"cannot write the run's keys {str(path)!r}: {e.strerror}; check the run directory") from e
+    _write(path, msgspec.json.format(msgspec.json.encode(keys)))
     return keys
 
 
 def load(path: Path) -> Keys:
     """Read keys that `make` wrote. Raises `ConfigError`: no such file, readable by others, not keys."""
-    try:
-        mode = path.stat().st_mode & 0o777
-        text = path.read_bytes()
-    except OSError as e:
-        raise ConfigError(
-            f"cannot read the run's keys {str(path)!r} (bus.keys): {e.strerror}; copy the file from where the run was "
-            "started, mode 0600"
-        ) from e
-    if mode & 0o077:
-        raise ConfigError(f"the run's keys {str(path)!r} have mode {mode:04o}, expected 0600; run `chmod 600` on them")
+    text = _read(path, "bus.keys")
     try:
         keys = msgspec.json.decode(text, type=Keys)
         for public, secret in (
@@ -98,3 +83,43 @@ def load(path: Path) -> Keys:
             "start a new run"
         ) from None
     return keys
+
+
+def make_token(path: Path) -> str:
+    """Write a fresh token for an HTTP endpoint to `path`, as `make` does. Raises `ConfigError`."""
+    token = secrets.token_urlsafe(32)
+    _write(path, token.encode())
+    return token
+
+
+def load_token(path: Path, setting: str) -> str:
+    """Read a token that `make_token` wrote; `setting` names the file in the config. Raises `ConfigError`."""
+    token = _read(path, setting).decode(errors="replace").strip()
+    if len(token) < 32 or not (token.isascii() and token.isprintable()) or " " in token:
+        raise ConfigError(f"{str(path)!r} ({setting}) holds no token: at least 32 characters of ASCII, no spaces")
+    return token
+
+
+def _write(path: Path, text: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(text + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as e:
+        raise ConfigError(f"cannot write the key file {str(path)!r}: {e.strerror}; check the run directory") from e
+
+
+def _read(path: Path, setting: str) -> bytes:
+    try:
+        mode = path.stat().st_mode & 0o777
+        text = path.read_bytes()
+    except OSError as e:
+        raise ConfigError(
+            f"cannot read the key file {str(path)!r} ({setting}): {e.strerror}; copy the file from where the run was "
+            "started, mode 0600"
+        ) from e
+    if mode & 0o077:
+        raise ConfigError(f"the key file {str(path)!r} has mode {mode:04o}, expected 0600; run `chmod 600` on it")
+    return text

@@ -100,6 +100,7 @@ class RunDir:
         self.workspaces = self.path / "workspaces"  # one folder an execution
         self.policy = self.path / "policy"  # the trained policy, a Hugging Face folder
         self.secret = self.path / "secret"  # 0600; signs execution keys
+        self.engine_key = self.path / "engine.key"  # 0600; where others can reach engines
         self.bus_keys = self.path / "bus.keys"  # 0600; where the bus is encrypted
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"

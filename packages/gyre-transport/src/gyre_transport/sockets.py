@@ -155,7 +155,11 @@ def loopback(address: str) -> bool:
     transport, _, rest = address.partition("://")
     if transport != "tcp":
         return True
-    host = rest.rpartition(":")[0].rpartition(";")[2].strip("[]")
+    return loopback_host(rest.rpartition(":")[0].rpartition(";")[2].strip("[]"))
+
+
+def loopback_host(host: str) -> bool:
+    """Whether only this machine can reach what listens on `host`."""
     if host == "localhost":
         return True
     try:

@@ -23,11 +23,12 @@ _POLL = 0.25  # seconds between looks at a server that is starting
 class EngineClient:
     """One engine, named `name` in errors, at `url`."""
 
-    def __init__(self, name: str, url: str, *, timeout: float = 60.0) -> None:
-        """timeout: deadline of the calls that take none."""
+    def __init__(self, name: str, url: str, *, timeout: float = 60.0, token: str = "") -> None:
+        """timeout: deadline of the calls that take none. token: what the engine asks for; "": nothing."""
         self.name = name
         self.url = url.rstrip("/")
         self._timeout = timeout
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -50,7 +51,7 @@ class EngineClient:
         if self._closed:
             raise EngineUnreachable(f"engine {self.name} at {self.url} was stopped; {path} was not sent")
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            self._session = aiohttp.ClientSession(headers=self._headers)
         try:
             async with self._session.request(
                 method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=seconds)

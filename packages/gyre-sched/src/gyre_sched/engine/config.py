@@ -13,6 +13,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """[engine]: one SGLang server a cell. Durations in seconds; 0 leaves a size to SGLang where it says so."""
 
     host: str = "127.0.0.1"
+    key: str = ""  # file with the token engines ask for, mode 0600; made by the launcher where others can reach `host`
     port: int = 0  # 0: a free one, chosen by the agent; with several cells only 0 makes sense
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where a driver and a device are found
     dtype: str = "bfloat16"

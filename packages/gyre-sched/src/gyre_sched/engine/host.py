@@ -24,6 +24,7 @@ from gyre_sched.engine.pages import Pages
 from gyre_sched.engine.refresh import decode, label, refresh, same_weights
 from gyre_sched.errors import EngineError, EngineStartError, RefreshError, WeightsUnknown
 from gyre_transport.errors import ProcessError
+from gyre_transport.keys import load_token
 from gyre_transport.process import Child
 from gyre_transport.snapshot import Manifest
 
@@ -87,7 +88,12 @@ class EngineHost:
             port = launch.choose_port(self._config)
             host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
             self.url = f"http://{host}:{port}"
-            self._client = EngineClient(self.name, self.url, timeout=self._config.call_timeout)
+            self._client = EngineClient(
+                self.name,
+                self.url,
+                timeout=self._config.call_timeout,
+                token=load_token(Path(self._config.key), "engine.key") if self._config.key else "",
+            )
             self._port = port
             await self._launch()
             self.alive = True

@@ -16,11 +16,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gyre_sched.engine.config import EngineConfig
+from gyre_sched.engine.keyed import KEY
 from gyre_sched.errors import EngineStartError
+from gyre_transport.keys import load_token
 from gyre_transport.kv import config as kv_config
 from gyre_transport.kv.config import LinkerConfig
+from gyre_transport.sockets import loopback_host
 
 _CPU = Path(__file__).parent / "cpu"
+_KEYED = Path(__file__).with_name("keyed.py")
 
 
 def has_cuda() -> bool:
@@ -72,7 +76,8 @@ def command(
     kv: how its KV pages move with requests; None: they do not.
     environ: what the environment is derived from (default: this process's).
     """
-    argv = [sys.executable, *(["-m", "sglang.launch_server"] if cuda else [str(_CPU / "serve.py")])]
+    server = ["-m", "sglang.launch_server"] if cuda else [str(_CPU / "serve.py")]
+    argv = [sys.executable, *([str(_KEYED), server[-1]] if config.key else server)]
     argv += ["--model-path", str(model), "--host", config.host, "--port", str(port)]
     argv += ["--weight-version", "0", "--dtype", config.dtype, "--max-running-requests", str(config.max_running)]
     argv += ["--skip-server-warmup", "--log-level", config.log_level, "--log-level-http", "warning"]
@@ -94,7 +99,10 @@ def command(
         argv += ["--sleep-on-idle"]  # an idle scheduler would keep a core busy
     if kv is not None:
         argv += kv_config.arguments(kv)
-    return [*argv, *config.args], _environment(config, cuda, os.environ if environ is None else environ)
+    env = _environment(config, cuda, os.environ if environ is None else environ)
+    if config.key:
+        env[KEY] = load_token(Path(config.key), "engine.key")
+    return [*argv, *config.args], env
 
 
 def _environment(config: EngineConfig, cuda: bool, environ: Mapping[str, str]) -> dict[str, str]:
@@ -127,6 +135,11 @@ def check(config: EngineConfig, model: Path, *, moves: bool = False) -> None:
         raise EngineStartError(
             "engine.refresh_pause = 'in_place' needs kv.moves = true, which keeps pages of different weights apart; "
             "set it, or refresh_pause = 'retract'"
+        )
+    if not config.key and not loopback_host(config.host):
+        raise EngineStartError(
+            f"others can reach engine.host = {config.host!r}, and nothing asks them for a token: set engine.key to a "
+            "file with one (the launcher does), or use a loopback address"
         )
     if not uses_cuda(config) and not config.max_tokens:
         raise EngineStartError("engine.max_tokens is 0, which needs a GPU; give the KV pool's size in tokens")
