@@ -5,6 +5,7 @@ A backend joins by a line in WAYS.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from gyre_transport import reads
+from gyre_transport import endpoint, reads
 from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.backends.tcp import TcpChannel, disconnect
 from gyre_transport.backends.verbs import fabric
@@ -27,11 +28,12 @@ from gyre_transport.errors import (
     StaleVersion,
 )
 from gyre_transport.memory import Content, Descriptor, Part, allocate, read, read_chunks, read_many, register
+from gyre_transport.run import TransportConfig
 from gyre_transport.snapshot import Manifest, pull
 
 LONG = 60.0  # seconds: an error comes long before
 SIZES = (0, 1, 15, 4096, 4097, (4 << 20) - 1, (4 << 20) + 1, 64 << 20)
-LARGE = 48 << 20  # bytes: more than is asked for ahead, so what happens in the middle does
+LARGE = int(os.environ.get("GYRE_TEST_LARGE", 48 << 20))  # bytes: more than is asked for ahead; see `_scaled`
 WAYS = {
     "shm, allocated": ("shm", "allocate", ShmChannel),
     "shm, memfd": ("shm", "allocate_shared", ShmChannel),
@@ -43,6 +45,17 @@ CHANNELS = {"shm": ShmChannel, "tcp": TcpChannel}
 if fabric.ports():  # of this machine, or of the virtual one that `verbs` starts
     CHANNELS["verbs"] = VerbsChannel
     WAYS["verbs"] = "verbs", "allocate", VerbsChannel
+
+
+@pytest.fixture(autouse=True)
+def _scaled(monkeypatch, request) -> None:
+    """On a slow machine that sets LARGE smaller, requests and windows are smaller alike, and patience is larger."""
+    if "every_size" not in request.node.name:
+        monkeypatch.setattr(reads, "_CHUNK", reads._CHUNK * LARGE // (48 << 20))
+        for channel in CHANNELS.values():
+            monkeypatch.setattr(channel, "window", channel.window * LARGE // (48 << 20))
+    if LARGE < 48 << 20:
+        monkeypatch.setattr(endpoint, "_config", TransportConfig(rdma_patience=10.0))
 
 
 @pytest.fixture(params=WAYS)

@@ -13,6 +13,7 @@ from gyre_transport.backends.verbs.channel import VerbsChannel, avoided
 from gyre_transport.backends.verbs.fabric import Gid, Port, choose, ports
 from gyre_transport.backends.verbs.handshake import Decline, Offer, Side, decode_answer, decode_offer, encode
 from gyre_transport.backends.verbs.owner import Exposures
+from gyre_transport.backends.verbs.queues import timeout
 from gyre_transport.control import Export
 from gyre_transport.errors import Unreachable
 from gyre_transport.memory import Descriptor, Region, allocate, read
@@ -203,3 +204,9 @@ def test_what_the_kernel_says_of_gpus(tmp_path):
     found = gpu.look(tmp_path)
     assert found.peermem
     assert found.kernel > (3, 0)
+
+
+@pytest.mark.parametrize("patience", [0.01, 0.4, 1.0, 10.0, 3600.0])
+def test_a_silent_peer_is_an_error_after_a_while(patience):
+    tries, tick = 7, 4.096e-6
+    assert patience <= tries * tick * 2 ** timeout(patience) < 2 * patience

@@ -75,13 +75,15 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     streams: int = 2  # connections a large read uses
     rdma_device: str = ""  # "mlx5_0", or "mlx5_0:1" with a port: this one and no other; "": any
     queue_pairs: int = 2  # of a connection over verbs
+    rdma_patience: float = 0.4  # seconds that a peer may be silent; devices take up to four times that
 
     def __post_init__(self) -> None:
         small = all(1 <= n <= 16 for n in (self.streams, self.queue_pairs))
-        if not self.backends or not 0 <= self.port < 1 << 16 or self.max_connections < 1 or not small:
+        patient = 0.01 <= self.rdma_patience <= 3600
+        if not (self.backends and 0 <= self.port < 1 << 16 and self.max_connections >= 1 and small and patient):
             raise ValueError(
                 "backends names at least one of shm, verbs, tcp; port is 0 to 65535; max_connections is at least 1; "
-                "streams and queue_pairs are 1 to 16"
+                "streams and queue_pairs are 1 to 16; rdma_patience is 0.01 to 3,600 seconds"
             )
 
 

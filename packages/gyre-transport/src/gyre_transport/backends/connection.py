@@ -113,6 +113,17 @@ class Connection:
         """Whether an idle connection is still up: its peer has neither closed it nor spoken out of turn."""
         return not select.select([self.socket], [], [], 0)[0] if self.socket.fileno() >= 0 else False
 
+    def lost(self, end: float) -> DataError | None:
+        """What has become of a connection on which nothing is under way: None while it is up."""
+        if not select.select([self.socket], [], [], 0)[0]:
+            return None
+        try:
+            if self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return Unreachable(f"{self.owner} spoke out of turn; is it another version of Gyre?")
+            raise EOFError
+        except (EOFError, OSError) as e:
+            return self._lost(e, end)
+
     def _connect(self, endpoint: Endpoint, end: float) -> None:
         self.socket.settimeout(max(0.001, min(_CONNECT, end - time.monotonic())))
         try:

@@ -100,10 +100,9 @@ class Line:
         """This end's address; "" when closed."""
         return "" if self._connection is None else str(self._connection.socket.getsockname()[0])
 
-    @property
-    def up(self) -> bool:
-        """Whether the owner is still at the other end."""
-        return self._connection is not None and self._connection.usable
+    def lost(self, end: float) -> DataError | None:
+        """What has become of the connection between calls: None while the owner is at its other end."""
+        return DataError("the line is closed") if self._connection is None else self._connection.lost(end)
 
     def call(self, descriptor: Descriptor, payload: bytes, *, end: float, kind: Kind = Kind.CALL) -> bytes:
         """Ask, and return the answer. payload: up to `wire.MAX_CALL` bytes. Raises the package's `DataError`s."""

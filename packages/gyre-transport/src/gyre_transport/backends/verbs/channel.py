@@ -1,7 +1,7 @@
 """Reads over RDMA: requests ahead of answers on several queue pairs, each put into its place by the device itself.
 
-The memory read into is registered once a read, whole, and let go when the read is over. A peer that both ends say can
-be reached by RDMA, and cannot, is left to the next backend for `_AVOID` seconds.
+The memory read into is registered once a read, whole, and let go when the read is over. An owner that both ends say can
+be reached by RDMA, and cannot, and a region it declines, are left to the next backend for `_AVOID` seconds.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
 from gyre_transport.backends.channel import Adopt, Piece
 from gyre_transport.backends.kept import Kept
-from gyre_transport.backends.verbs.connection import VerbsConnection, key
-from gyre_transport.descriptor import Descriptor, Endpoint
+from gyre_transport.backends.verbs.connection import Declined, VerbsConnection, key
+from gyre_transport.descriptor import Descriptor
 from gyre_transport.errors import Unreachable
 from gyre_transport.run import TransportConfig
 
@@ -43,14 +44,14 @@ class VerbsChannel:
         self._memory: dict[int, tuple[Any, int, int, int]] = {}  # id of what a piece is of -> it, address, bytes, key
         if descriptor.endpoint is None or not descriptor.endpoint.rdma:
             raise Unreachable(f"{descriptor.owner} has no RDMA device, or may not use it")
-        avoided.check(descriptor.endpoint)
+        avoided.check(descriptor.endpoint, key(descriptor))
         found = kept.take(key(descriptor))
         if found is not None:
             adopt(found.interrupt)
         try:
             self._connection = found or VerbsConnection(descriptor, config, end=end, adopt=adopt)
         except Unreachable as e:
-            avoided.add(descriptor.endpoint, str(e))
+            avoided.add(key(descriptor) if isinstance(e, Declined) else descriptor.endpoint, str(e))
             raise
         assert self._connection.device is not None  # noqa: S101  (open)
         self._device = self._connection.device
@@ -112,25 +113,24 @@ class VerbsChannel:
 
 
 class _Avoided:
-    """Owners that RDMA did not reach, for a while."""
+    """Owners, or regions of them, that RDMA did not reach, for a while."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._until: dict[Endpoint, tuple[float, str]] = {}
+        self._until: dict[Hashable, tuple[float, str]] = {}
 
-    def check(self, endpoint: Endpoint) -> None:
-        """Raise `Unreachable` with the reason if `endpoint` is avoided."""
+    def check(self, *those: Hashable) -> None:
+        """Raise `Unreachable` with the reason if one of them is avoided."""
         with self._lock:
             now = time.monotonic()
             self._until = {e: (until, why) for e, (until, why) in self._until.items() if until > now}
-            if endpoint in self._until:
-                until, why = self._until[endpoint]
+            for until, why in filter(None, map(self._until.get, those)):
                 raise Unreachable(f"{why} (tried before; again in {until - now:.0f} seconds)")
 
-    def add(self, endpoint: Endpoint, why: str) -> None:
-        """Avoid `endpoint` from now on."""
+    def add(self, that: Hashable, why: str) -> None:
+        """Avoid it from now on."""
         with self._lock:
-            self._until[endpoint] = time.monotonic() + _AVOID, why
+            self._until[that] = time.monotonic() + _AVOID, why
 
     def clear(self) -> None:
         """Avoid nobody."""

@@ -1,10 +1,11 @@
 """The reader's queue pairs to one grant of one process, and the tcp connection that tells whether it stands.
 
-what the device says                          and the tcp connection    what is raised
-remote access error                                                     StaleDescriptor: the memory was taken back
-retries exceeded, flushed; or nothing yet     has ended                 StaleDescriptor: its process ended
-retries exceeded, flushed                     stands                    Unreachable
-nothing in time                               stands                    DeadlineExceeded
+what the device says                        and the tcp connection     what is raised
+remote access error                                                    StaleDescriptor: the memory was taken back
+retries exceeded, flushed; or nothing yet   was closed by the owner    StaleDescriptor: its process ended
+retries exceeded, flushed; or nothing yet   was lost                   Unreachable
+retries exceeded, flushed                   stands                     Unreachable
+nothing in time                             stands                     DeadlineExceeded
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from gyre_transport.descriptor import Descriptor
 from gyre_transport.errors import Cancelled, DataError, DeadlineExceeded, StaleDescriptor, Unreachable
 from gyre_transport.run import TransportConfig
 
-_PROBE = 2.5  # seconds until a path that should be there is not
 _DRAIN = 2.0  # seconds for what is under way to come back after an error
 _SPIN, _NAP, _LOOK = 64, 50e-6, 0.01  # polls without a pause; seconds of a pause; between looks at the tcp connection
 
@@ -36,6 +36,10 @@ Key = tuple[object, bytes, int, bytes]  # endpoint, process generation, slot, se
 def key(descriptor: Descriptor) -> Key:
     """What a kept connection is found by."""
     return descriptor.endpoint, descriptor.owner.generation, descriptor.slot, descriptor.secret
+
+
+class Declined(Unreachable):
+    """The owner gives no RDMA to this region; others of it may well be reached."""
 
 
 class VerbsConnection:
@@ -63,7 +67,7 @@ class VerbsConnection:
             adopt(self.interrupt)
             self._shake_hands(descriptor, config, end)
             if descriptor.nbytes:
-                self._probe(end)
+                self._probe(5 * config.rdma_patience, end)
         except BaseException:
             self.close()
             raise
@@ -83,23 +87,23 @@ class VerbsConnection:
         except msgspec.DecodeError as e:
             raise Unreachable(f"{descriptor.owner} answers an offer of RDMA with something else: {e}") from e
         if isinstance(answer, Decline):
-            raise Unreachable(f"{descriptor.owner} declines: {answer.reason}")
-        queues.connect(answer.side)
+            raise Declined(f"{descriptor.owner} declines: {answer.reason}")
+        queues.connect(answer.side, config.rdma_patience)
         self.address, self.rkey = answer.address, answer.rkey
         self._scratch_key = device.hold(self._scratch, self._scratch.ctypes.data, self._scratch.nbytes)
 
-    def _probe(self, end: float) -> None:
-        """Read a byte through each queue pair: whether a path leads there shows only now."""
+    def _probe(self, within: float, end: float) -> None:
+        """Read a byte through each queue pair in `within` seconds: whether a path leads there shows only now."""
         left = self.pairs
         for number in range(left):
             self.touch(number)
         try:
             while left:
-                left -= len(self.ended(min(end, time.monotonic() + _PROBE)))
+                left -= len(self.ended(min(end, time.monotonic() + within)))
         except DeadlineExceeded as e:
             if time.monotonic() >= end:
                 raise
-            raise Unreachable(f"no RDMA path to {self._owner}: a byte did not come in {_PROBE} seconds") from e
+            raise Unreachable(f"no RDMA path to {self._owner}: a byte did not come in {within:.1f} seconds") from e
 
     @property
     def pairs(self) -> int:
@@ -128,32 +132,29 @@ class VerbsConnection:
                 raise DeadlineExceeded(f"{self._owner} did not answer before the deadline; allow more time")
             if now >= self._next_look:
                 self._next_look = now + _LOOK
-                if not self._line.up:
-                    raise self._gone()
+                if (lost := self._line.lost(end)) is not None:
+                    raise lost
             polls += 1
             time.sleep(0 if polls < _SPIN else _NAP)
         for _, status in came:
             if status:
-                raise self._failed(status)
+                raise self._failed(status, end)
         return [number for number, _ in came]
 
-    def _failed(self, status: int) -> DataError:
+    def _failed(self, status: int, end: float) -> DataError:
         taken_back = self._meanings.get(status)
         if taken_back:
             return StaleDescriptor(
                 f"the memory of {self._owner} was deregistered; ask it for a new descriptor (ibv_wc_status {status})"
             )
-        if not self._line.up:
-            return self._gone()
+        if (lost := self._line.lost(end)) is not None:
+            return lost
         if taken_back is None:
             return DataError(f"the RDMA device failed a read with ibv_wc_status {status}; read again")
         return Unreachable(
             f"{self._owner} does not answer over RDMA (ibv_wc_status {status}), although its tcp connection stands; "
             "check the network's RDMA (pfc, mtu, firewalls on UDP port 4791)"
         )
-
-    def _gone(self) -> StaleDescriptor:
-        return StaleDescriptor(f"{self._owner} ended, or took the memory back; ask for a new descriptor")
 
     def abandon(self) -> None:
         """In a forked child: close its copy of the tcp connection; the rest is its parent's."""
@@ -167,7 +168,7 @@ class VerbsConnection:
     def usable(self) -> bool:
         """Whether an idle connection still stands; it is not interrupted any more."""
         self._interrupted = False
-        return self._line.up
+        return self._line.lost(time.monotonic() + 1.0) is None
 
     def close(self) -> None:
         """Nothing is written through it any more when this returns. Idempotent."""

@@ -13,13 +13,12 @@ import threading
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from gyre_transport.backends.verbs import fabric
 from gyre_transport.backends.verbs.device import Device
 from gyre_transport.backends.verbs.handshake import Accept, Decline, Offer, decode_offer, encode
 from gyre_transport.backends.verbs.queues import QueuePairs
-from gyre_transport.buffers import aligned, view
+from gyre_transport.buffers import view
 from gyre_transport.control import Export
 from gyre_transport.errors import DataError, Unreachable
 from gyre_transport.run import TransportConfig
@@ -37,31 +36,16 @@ class Exposure:
         self.reached: set[Reached] = set()
         self.withdrawn = False
         self._region: Any = None
-        self._memory: Any = None  # what is registered
         self.domain: Any = None
         try:
             self.domain = self.device.domain()
             if export.memory.nbytes:
-                self._register(export.memory)
+                access = self.device.v.enums.IBV_ACCESS_REMOTE_READ
+                self.address = view(export.memory).address
+                self._region = self.device.region(self.domain, self.address, export.memory.nbytes, access)
         except BaseException:
             self.close()
             raise
-
-    def _register(self, memory: memoryview) -> None:
-        """Register `memory`; where the kernel cannot pin what is mapped read-only (before 6.2), a copy of it."""
-        access = self.device.v.enums.IBV_ACCESS_REMOTE_READ
-        self._memory = memory
-        try:
-            self.address = view(memory).address
-            self._region = self.device.region(self.domain, self.address, memory.nbytes, access)
-        except Unreachable:
-            if not memory.readonly:
-                raise
-            self._memory = aligned(memory.nbytes)
-            self._memory[:] = np.frombuffer(memory, np.uint8)
-            self.address = int(self._memory.ctypes.data)
-            self._region = self.device.region(self.domain, self.address, memory.nbytes, access)
-            log.info("this kernel cannot register frozen memory: %s bytes were copied for RDMA", f"{memory.nbytes:,}")
 
     @property
     def rkey(self) -> int:
@@ -76,7 +60,6 @@ class Exposure:
             return
         try:
             region.close()
-            self._memory = None
         except self.device.v.pyverbs_error.PyverbsError as e:
             log.error("memory could not be deregistered: %s; its readers are disconnected instead", str(e))
             for reached in list(self.reached):
@@ -93,12 +76,12 @@ class Exposure:
 class Reached:
     """The owner's end of one reader's connection."""
 
-    def __init__(self, exposure: Exposure, gid: fabric.Gid, offer: Offer) -> None:
+    def __init__(self, exposure: Exposure, gid: fabric.Gid, offer: Offer, patience: float) -> None:
         self._exposure = exposure
         count, access = len(offer.side.queue_pairs), exposure.device.v.enums.IBV_ACCESS_REMOTE_READ
         self.queues = QueuePairs(exposure.device, exposure.domain, gid, count=count, access=access)
         try:
-            self.queues.connect(offer.side)
+            self.queues.connect(offer.side, patience)
         except BaseException:
             self.queues.close()
             raise
@@ -154,7 +137,7 @@ class Exposures:
             port, gid = found
             with self._lock:
                 exposure = self._expose(export, port)
-                reached = Reached(exposure, gid, asked)
+                reached = Reached(exposure, gid, asked, self._config.rdma_patience)
                 return reached, encode(Accept(side=reached.queues.side, address=exposure.address, rkey=exposure.rkey))
         except (DataError, ValueError, msgspec.DecodeError) as e:
             return None, encode(Decline(reason=str(e)))

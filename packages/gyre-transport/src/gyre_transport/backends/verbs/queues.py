@@ -2,14 +2,15 @@
 
     made ──connect──▶ ready ──an error, or `drain`──▶ failed (everything posted comes back as flushed) ──▶ closed
 
-A queue pair tries for half a second to two seconds, as devices count, until a silent peer is an error: never for ever,
-which seven retries mean to some. After an error the device still owns what was posted until it has come back; `drain`
-waits for that, and `close` ends it in any case.
+A queue pair tries for `patience` seconds, or up to four times that, as devices count, until a silent peer is an error:
+never for ever, which seven retries mean to some. After an error the device still owns what was posted until it has come
+back; `drain` waits for that, and `close` ends it in any case.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import math
 import secrets
 import time
 from typing import Any
@@ -20,9 +21,15 @@ from gyre_transport.backends.verbs.handshake import Side
 from gyre_transport.errors import Unreachable
 
 DEPTH = 32  # reads posted to a queue pair and not complete
-_RETRIES, _TIMEOUT = 6, 14  # times; 4.096 us * 2**14 = 67 ms
+_RETRIES = 6
+_TICK, _LONGEST = 4.096e-6, 31  # a timeout of n is _TICK seconds * 2**n
 _HOPS = 64
 _POLL = 16  # completions at once
+
+
+def timeout(patience: float) -> int:
+    """The timeout of one try, as ibv counts, for all tries to take at least `patience` seconds."""
+    return min(_LONGEST, max(1, math.ceil(math.log2(patience / (1 + _RETRIES) / _TICK))))
 
 
 class QueuePairs:
@@ -71,8 +78,8 @@ class QueuePairs:
         attributes.qp_access_flags = self._access
         return v.qp.QP(domain, made, attributes)
 
-    def connect(self, peer: Side) -> None:
-        """Make each ready for its counterpart. Raises `Unreachable`."""
+    def connect(self, peer: Side, patience: float) -> None:
+        """Make each ready for its counterpart. patience: seconds. Raises `Unreachable`."""
         v, device, mine = self._v, self._device, self.side
         if len(peer.queue_pairs) != len(self._pairs):
             raise Unreachable(f"expected {len(self._pairs)} queue pairs of the peer, got {len(peer.queue_pairs)}")
@@ -84,7 +91,7 @@ class QueuePairs:
             a.rq_psn, a.sq_psn = peer.psn, mine.psn
             a.max_rd_atomic, a.max_dest_rd_atomic = min(device.asks, peer.serves), device.serves
             a.min_rnr_timer = 12
-            a.timeout, a.retry_cnt, a.rnr_retry = _TIMEOUT, _RETRIES, _RETRIES
+            a.timeout, a.retry_cnt, a.rnr_retry = timeout(patience), _RETRIES, _RETRIES
             route = v.addr.GlobalRoute(dgid=v.addr.GID(peer.gid), sgid_index=self._gid.index, hop_limit=_HOPS)
             a.ah_attr = v.addr.AHAttr(gr=route, is_global=1, port_num=device.port.number, dlid=peer.lid)
             try:
