@@ -119,3 +119,19 @@ class Variation:
 @pytest.mark.parametrize("name", EXPECTED)
 async def test_the_same_said_otherwise_is_the_same_tree(bench, http, replay, name):
     check(await replay(bench, http, load(name), vary=Variation(len(name))), name)
+
+
+async def test_agents_that_take_turns_stay_apart(bench, http, replay):
+    """The sub-agent of a capture twice, call by call in turns: two roots, each with its own second call."""
+    *before, one, two, last = load("sub")
+    agent = one["headers"]["x-claude-code-agent-id"]
+
+    def other(exchange: dict[str, Any]) -> dict[str, Any]:
+        text = json.dumps(exchange).replace(agent, "another").replace("SUBJOB", "OTHERJOB").replace("toolu_", "toolu_b")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    done = await replay(bench, http, [*before, one, other(one), other(two), two, last])
+    assert done.parents == [None, None, None, None, 3, 2, 1]
+    assert done.roles == [TITLE, MAIN, SUB, SUB, SUB, SUB, MAIN]
+    assert (done.counts["foreign_turns"], done.counts["forks"]) == (0, 0)
