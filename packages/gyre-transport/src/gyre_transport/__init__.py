@@ -1,8 +1,9 @@
 """Typed messages over ZeroMQ and one-sided reads of registered memory for RL systems.
 
-Import from the modules: `bus` (messages), `process` (children that never outlive their parent), `config` and `run`
-(the config file), `memory` and `snapshot` (the data plane), `kv` (pages of SGLang engines), `torch` (tensors; extra
-`[torch]`), `errors`. The names below are the ones most programs use.
+Import from the modules: `bus` (messages) and `keys` (of its tcp sockets), `process` (children that never outlive their
+parent), `config` and `run` (the config file), `memory` and `snapshot` (the data plane), `folder` (model folders between
+machines), `kv` (pages of SGLang engines), `torch` (tensors; extra `[torch]`), `errors`. The names below are the ones
+most programs use.
 """
 
 from typing import TYPE_CHECKING, Any
