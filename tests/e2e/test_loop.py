@@ -61,6 +61,8 @@ context_length = 1024
 max_running = 16
 incremental = false  # so that the engines' own logs hold whole answers, and can be the witness
 args = ["--log-requests", "--log-requests-level", "3", "--log-requests-format", "json"]
+[proxy]
+kv_wait = 60  # the machine may be busy
 [feed]
 tokens = 128
 [train]
