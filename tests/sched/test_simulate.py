@@ -256,6 +256,8 @@ def test_bound_of_executions_that_fill_their_slots_is_their_time():
         workload=Work(groups=2, group_size=2), fleet=fleet, training=Training(rate=100.0), switch=Switch()
     )
     jobs = [Job(str(i), 0, "g", "t", (Turn(0, 1000, 0.0),)) for i in range(4)]
+    for job in jobs:
+        job.tokens = 1000.0
     assert lower_bound(scenario, jobs) == pytest.approx(1000 * 0.020 + 4 * 1000 / 100 / 2)
 
 

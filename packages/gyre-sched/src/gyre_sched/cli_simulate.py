@@ -28,17 +28,50 @@ def simulate(args: argparse.Namespace) -> int:
     known = past(runs, scenario.scale) if args.seeded else []
     results = []
     for name in args.schedules or list(SCHEDULES):
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{name} …", end="", file=sys.stderr, flush=True)
+        _progress(f"{name} …")
         results.append(run(scenario, runs, name, past=known))
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
+    _progress("")
     if args.json:
         print(msgspec.json.encode({"scenario": scenario, "results": results}).decode())
         return 0
     print(table(results))
     print(legend(scenario))
     return 0
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Recommend cells, slots, burst and schedule, or say that elasticity does not pay."""
+    import msgspec
+
+    from gyre_sched.simulate import load_trace
+    from gyre_sched.simulate.plan import plan
+    from gyre_sched.simulate.scenario import load_scenario
+
+    overrides = [*args.set, *([f"workload.trace={args.trace!r}"] if args.trace else [])]
+    scenario = load_scenario(args.scenario, overrides)
+    found = plan(scenario, load_trace(scenario.workload.trace or None), max_staleness=args.max_staleness, say=_progress)
+    _progress("")
+    if args.json:
+        print(msgspec.json.encode(found).decode())
+        return 0
+    for text in found.advice:
+        print(text)
+    print("\nschedules, hours a step:")
+    for r in sorted(found.tried, key=lambda r: r.step_seconds):
+        split = "" if r.trainers is None else f" ({r.trainers} train)"
+        print(f"  {r.step_seconds / 3600:7.2f}  {r.says}{split}, at most {r.staleness_max} versions stale")
+    print(f"\nthe same machines otherwise, {found.schedule}, hours a step:")
+    for cells, slots, seconds in found.shapes:
+        print(f"  {seconds / 3600:7.2f}  {cells} cells of {slots} slots")
+    print("\nrecommended:")
+    for key, value in found.settings.items():
+        print(f"  {key} = {value}")
+    return 0
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -113,6 +146,12 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     sim.add_argument("--list", action="store_true", help="list the schedules")
     sim.add_argument("--seeded", action="store_true", help="the predictor knows the trace's tasks beforehand")
     sim.set_defaults(run=simulate)
+
+    advise = commands.add_parser("plan", help="recommend cells, slots, burst and schedule for a fleet and a trace")
+    advise.add_argument("trace", nargs="?", help="trace file, call logs or journal (default: the shipped trace)")
+    _scenario(advise)
+    advise.add_argument("--max-staleness", type=int, default=1, help="versions data may be behind (default 1)")
+    advise.set_defaults(run=plan)
 
     again = commands.add_parser("replay", help="what a changed policy would have decided in a recorded run")
     again.add_argument("journal", type=Path, help="RUN/sched/journal")

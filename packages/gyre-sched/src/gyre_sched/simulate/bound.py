@@ -13,7 +13,8 @@ def lower_bound(scenario: Scenario, jobs: Iterable[Job]) -> float:
 
     An engine is most efficient with all its slots taken: an execution then lasts longest, but costs least, a slot's
     share of the cell for as long. Its duration with full engines is a fixed point, since how many of an engine's
-    executions decode at a time depends on how long decoding takes.
+    executions decode at a time depends on how long decoding takes. Training is of the tokens that the jobs have: with a
+    cap on wall time they depend on the schedule, and so does the bound.
     """
     fleet, training, work = scenario.fleet, scenario.training, scenario.workload
     output = prefill = pause = context = 0.0
@@ -40,7 +41,7 @@ def lower_bound(scenario: Scenario, jobs: Iterable[Job]) -> float:
         whole = sum(t.output * step + t.fresh / fleet.prefill + t.pause for t in job.turns)
         share = min(1.0, cap / whole)
         slot_seconds += whole * share
-        tokens += share * sum(t.output + t.fresh for t in job.turns)
+        tokens += job.tokens
     batches = len(listed) / work.executions
     rollout = slot_seconds / fleet.slots / batches
     train = tokens / training.rate / batches

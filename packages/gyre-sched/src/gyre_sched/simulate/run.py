@@ -59,6 +59,8 @@ def run(
     the predictor knows beforehand, tasks and seconds. The same arguments give the same result. Raises `ScenarioError`.
     """
     scenario = calibrated(scenario, runs)
+    if isinstance(schedule, str) and schedule not in SCHEDULES:
+        raise ScenarioError(f"expected one of the schedules {', '.join(SCHEDULES)}, got {schedule!r}")
     name, plan = (schedule, SCHEDULES[schedule]) if isinstance(schedule, str) else ("own", schedule)
     if plan.settings.get("schedule") == "async" and trainers is None:
         cells, standalone = scenario.fleet.cells, scenario.fleet.standalone
