@@ -62,9 +62,9 @@ def execution_of(secret: bytes | None, key: str) -> str:
     Raises `Unauthorized`.
     """
     if secret is None:
-        return "open-" + hashlib.sha256(key.encode()).hexdigest()[:16]
+        return "open-" + hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:16]
     execution, dot, signature = key.removeprefix(_PREFIX).rpartition(".")
-    if not (key.startswith(_PREFIX) and dot and _NAME.fullmatch(execution)):
+    if not (key.isascii() and key.startswith(_PREFIX) and dot and _NAME.fullmatch(execution)):
         raise Unauthorized("the API key is not one of this run's (sk-gyre-<execution>.<signature>)")
     if not hmac.compare_digest(signature.encode(), _sign(secret, execution).encode()):
         raise Unauthorized(f"the API key's signature for execution {execution!r} is wrong; is it another run's?")

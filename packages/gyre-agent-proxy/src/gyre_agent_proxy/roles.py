@@ -18,6 +18,7 @@ A call that no rule matches is `main` and counted as unknown.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -27,6 +28,8 @@ import msgspec
 
 from gyre_agent_proxy.conversation import Conversation
 from gyre_agent_proxy.errors import RoleTableError
+
+_ROLE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +111,7 @@ class Roles:
 
     def role(self, headers: Mapping[str, str], conversation: Conversation) -> tuple[str, bool]:
         """Return (role, whether a rule or the header named it); headers: lower-case or case-insensitive names."""
-        if named := headers.get(self.role_header):
+        if _ROLE.fullmatch(named := headers.get(self.role_header, "")):
             return named, True
         for rule in self.rules:
             if rule.matches(headers, conversation):

@@ -252,6 +252,8 @@ def _errors(service: Service) -> Middleware:
             error.status = e.status
         except ProxyError as e:
             error = e
+        except web.RequestPayloadError as e:
+            error = BadRequest(f"the body cannot be read: {e}; check its content-encoding")
         except RecursionError:
             error = BadRequest("the body is nested too deeply; send less than a few hundred levels")
         except ConnectionError:  # the client's: engines are not talked to here
