@@ -317,10 +317,13 @@ def test_backlog_says_what_is_left(feed: Feed) -> None:
     fill(feed)
     assert feed.backlog().micro_steps_left == 2
     assert feed.backlog().executions_excluded == 3
+    assert (feed.backlog().work_left, feed.backlog().work_done) == (3.0, 0.0)  # the third group counts as the others
     work(feed, 0)
     assert (feed.backlog().micro_steps_left, feed.backlog().batches_ready) == (0, 0)
+    assert (feed.backlog().work_left, feed.backlog().work_done) == (1.0, 2.0)
     finish(feed, close(0, 1))
     backlog = feed.backlog()
+    assert (backlog.work_left, backlog.work_done) == (1.0, 2.0)
     assert (backlog.open_batch, backlog.batches_closed, backlog.executions_trained, backlog.version) == (None, 1, 2, 1)
     stats = feed.answer(p.FeedStatus(), 0.0)
     assert isinstance(stats, p.Stats)

@@ -67,6 +67,8 @@ class Feed:
         self._core_silent = False  # said so already
         self._last: Batch | None = None  # closed: late hand-overs still ask about it
         self._prepared: dict[int, tuple[PreparedGroup, list[Row]]] = {}  # by group number, until packed
+        self._steps_closed = 0  # micro-steps of the batches that this process closed
+        self._executions_closed = 0  # and their executions
 
     # --- executions in ---------------------------------------------------------------------------------------------
 
@@ -269,6 +271,8 @@ class Feed:
                     self.buffer.train(execution.execution, batch.index + 1, reason)
         self.history.close(Closed(batch.index, batch.version, request.version))
         self.buffer.retire(self.history.next_group)
+        self._steps_closed += len(batch.leases.steps)
+        self._executions_closed += batch.executions
         batch.shrink()
         self.batch, self._last = None, batch
 
@@ -319,18 +323,25 @@ class Feed:
 
     def backlog(self) -> Backlog:
         """What the scheduler needs to know. A complete group that admits nobody counts one in `waiting`: it must be
-        taken through a batch all the same."""
-        waiting = self.buffer.complete[self._next :]
+        taken through a batch all the same. Work is counted in micro-steps; an execution that waits counts as many as
+        one made so far in the mean."""
+        groups = self.buffer.complete[self._next :]
+        waiting = sum(max(1, sum(admitted(m) for m in g.members)) for g in groups)
         left = self._work_left()
+        steps = len(self.batch.leases.steps) if self.batch is not None else 0
+        executions = self._executions_closed + (self.batch.executions if self.batch is not None else 0)
+        a_execution = (self._steps_closed + steps) / executions if executions else 0.0
         return Backlog(
-            waiting=sum(max(1, sum(admitted(m) for m in g.members)) for g in waiting),
+            waiting=waiting,
             open_batch=None if self.batch is None else self.batch.index,
             micro_steps_left=left,
             batches_closed=len(self.history.closed),
             executions_trained=self.buffer.trained,
             executions_excluded=self.buffer.excluded,
-            batches_ready=len(waiting) // self.size + int(left > 0),
+            batches_ready=len(groups) // self.size + int(left > 0),
             version=self._version,
+            work_left=left + waiting * a_execution,
+            work_done=float(self._steps_closed + steps - (self.batch.leases.left if self.batch is not None else 0)),
         )
 
     def stats(self) -> Stats:
