@@ -30,10 +30,10 @@ asyncio.run(check())
 """
 
 
-@pytest.mark.parametrize(("number", "check"), enumerate((READ, PAGES, "", "")))
+@pytest.mark.parametrize(("number", "check"), enumerate((READ, "", PAGES, "", "")))
 def test_example(number, check):
     subprocess.run([sys.executable, "-c", EXAMPLES[number] + check], check=True, timeout=60)
 
 
 def test_no_example_is_left_out():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5

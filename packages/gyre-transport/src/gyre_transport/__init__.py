@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gyre_transport.descriptor import Content, Descriptor
     from gyre_transport.errors import TransportError
     from gyre_transport.memory import Region, allocate, register
+    from gyre_transport.notices import Notices
     from gyre_transport.process import Child, follow_parent, ready
     from gyre_transport.reads import Part, read, read_chunks, read_many
     from gyre_transport.snapshot import Manifest, Snapshot, SnapshotSource, pull
@@ -26,6 +27,7 @@ __all__ = [
     "Content",
     "Descriptor",
     "Manifest",
+    "Notices",
     "Part",
     "Publisher",
     "Region",
@@ -50,6 +52,7 @@ _HOMES = {
     "descriptor": ("Content", "Descriptor"),
     "errors": ("TransportError",),
     "memory": ("Region", "allocate", "register"),
+    "notices": ("Notices",),
     "process": ("Child", "follow_parent", "ready"),
     "reads": ("Part", "read", "read_chunks", "read_many"),
     "snapshot": ("Manifest", "Snapshot", "SnapshotSource", "pull"),
