@@ -460,12 +460,15 @@ def test_a_server_says_when_a_file_changes_and_ends(model, tmp_path, serving):
     assert not ticket.exists()
 
 
-def test_serve_refuses_what_cannot_be(model, tmp_path, capsys):
+def test_serve_refuses_what_cannot_be(model, tmp_path, capsys, monkeypatch):
     assert main(["snapshot", "serve", str(tmp_path / "none")]) == 1
     assert "is no folder" in capsys.readouterr().err
     assert main(["snapshot", "serve", str(model), "--ticket", str(model / "t")]) == 1
     assert "would lie in the folder" in capsys.readouterr().err
     assert main(["snapshot", "serve", str(model), "--ticket", str(tmp_path / "t"), "--listen", "192.0.2.1"]) == 1
     assert "cannot listen on 192.0.2.1" in capsys.readouterr().err
+    monkeypatch.setattr("gyre_transport.backends.server.outward", lambda version: None)
+    assert main(["snapshot", "serve", str(model), "--ticket", str(tmp_path / "t"), "--listen", "0.0.0.0"]) == 1  # noqa: S104
+    assert "(--advertise)" in capsys.readouterr().err
     assert not (tmp_path / "t").exists()
     endpoint.configure(TransportConfig())

@@ -315,6 +315,13 @@ def test_an_address_to_advertise(configured):
         read(region.descriptor, bytearray(8), deadline=LONG, via="tcp")
 
 
+def test_the_address_that_is_advertised_is_the_one_others_reach(configured, monkeypatch):
+    assert server._advertised("192.0.2.7") == "192.0.2.7"
+    monkeypatch.setattr(server, "outward", lambda version: {4: "198.51.100.1", 6: None}[version])
+    assert server._advertised("0.0.0.0") == "198.51.100.1"  # noqa: S104
+    assert server._advertised("::") == "::1"
+
+
 @pytest.mark.parametrize("wrong", [{"port": -1}, {"backends": []}, {"streams": 0}, {"max_connections": 0}])
 def test_settings_that_cannot_be(wrong):
     from gyre_transport.config import section

@@ -5,10 +5,8 @@ python -m gyre_transport.doctor allocate|register      the second process: print
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +16,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from gyre_transport.backends.server import outward
 from gyre_transport.backends.verbs import library
 from gyre_transport.endpoint import Backend
 from gyre_transport.errors import DataError, TransportError, Unreachable
@@ -70,7 +69,7 @@ def examine() -> list[Finding]:
             use="between machines over any network, and here where the ways above do not work",
             detail=tcp
             or "read 1 MiB of a second process over loopback. Other machines reach this one once transport.listen "
-            f"names one of its addresses{_address()}",
+            f"names one of its addresses{f', such as {found}' if (found := outward()) else ''}",
             remedy=""
             if tcp is None
             else "allow connections to 127.0.0.1; `ip link set lo up` where there is no loopback",
@@ -148,14 +147,6 @@ def _devices() -> list[str]:
         return sorted(os.listdir("/sys/class/infiniband"))
     except OSError:
         return []
-
-
-def _address() -> str:
-    """This machine's address towards others, as an example."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # nothing is sent: the kernel only says which address it would use
-        return f", such as {probe.getsockname()[0]}"
-    return ""
 
 
 def _try(how: str, via: Backend) -> str | None:

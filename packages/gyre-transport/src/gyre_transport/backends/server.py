@@ -182,6 +182,13 @@ def _advertised(listen: str) -> str:
     """The address others reach this machine at, when it listens on all of its own."""
     if listen not in ("0.0.0.0", "::"):  # noqa: S104  (compared, not bound)
         return listen
-    family = socket.AF_INET6 if ":" in listen else socket.AF_INET
-    found = socket.getaddrinfo(socket.gethostname(), None, family, socket.SOCK_STREAM)
-    return str(found[0][4][0])
+    return outward(6 if ":" in listen else 4) or ("::1" if ":" in listen else "127.0.0.1")
+
+
+def outward(version: int = 4) -> str | None:
+    """This machine's address towards others; None when no route leads to any. Its name may well mean loopback."""
+    family, other = (socket.AF_INET, "192.0.2.1") if version == 4 else (socket.AF_INET6, "2001:db8::1")
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # nothing is sent: the kernel says which address it would be sent from
+        return str(probe.getsockname()[0])
+    return None

@@ -18,6 +18,7 @@ from gyre_transport.folder.listing import Ticket
 from gyre_transport.folder.pull import pull
 from gyre_transport.folder.serve import Served, serve
 from gyre_transport.run import TransportConfig
+from gyre_transport.sockets import loopback_host
 from gyre_transport.terminal import Meter, size
 
 _LOOK = 1.0  # seconds between looks at the files
@@ -54,6 +55,8 @@ def _announce(served: Served, path: Path, arguments: argparse.Namespace) -> None
             f"cannot listen on {arguments.listen}:{arguments.port}; name an address of this machine and a free port "
             "(--listen, --port)"
         )
+    if loopback_host(where.host) and not loopback_host(arguments.listen):
+        raise DataError("no route leads from this machine to others; name the address they reach it at (--advertise)")
     if path == _STDIO:
         sys.stdout.write(served.ticket.encode().decode())
         sys.stdout.flush()
