@@ -32,11 +32,13 @@ from sglang.srt.runtime_context import get_serving
 from gyre_transport import endpoint
 from gyre_transport import keys as run_keys
 from gyre_transport.descriptor import Content
-from gyre_transport.kv.config import LinkerConfig, linker_config
+from gyre_transport.errors import DataError
+from gyre_transport.kv.config import linker_config
 from gyre_transport.kv.counts import Counts
 from gyre_transport.kv.namespaces import namespace_requests
 from gyre_transport.kv.pages import PoolPages, UnfitPool
 from gyre_transport.kv.protocol import Layout
+from gyre_transport.kv.rank import rank_of
 from gyre_transport.kv.service import Service
 from gyre_transport.kv.store import Key, Page, PageStore
 from gyre_transport.kv.worker import Worker
@@ -47,12 +49,17 @@ _SHARE = 16  # where room must be made, one part in so many of the store
 
 
 class _Load:
-    """Pages of one request on their way into the pool."""
+    """Pages of one request on their way into the pool; `whole` is False when some went before they were pinned."""
 
-    def __init__(self, held: list[Page], pages: torch.Tensor) -> None:
-        self.held = held
-        self.slots = [page.slot for page in held]
+    def __init__(self, held: list[Page] | None, pages: torch.Tensor) -> None:
+        self.whole = held is not None
+        self.held = held or []
+        self.slots = [page.slot for page in self.held]
         self.pages = pages
+
+
+class PageGone(DataError):
+    """A page that another rank may have is here no more."""
 
 
 class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -73,32 +80,36 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._pool = PoolPages(self._allocator.get_kvcache(), params.page_size)
         self.pools: dict[Any, object] = {PoolName.KV: self._pool}
         self.layer_done_counter = LayerWiseLoadCounter(self._pool.layers)
-        rank, number = _rank(params)
+        self._rank = rank_of(params)
         self.layout = Layout(
             model=config.model,
             dtype=self._pool.dtype,
             page_size=params.page_size,
             page_nbytes=self._pool.page_nbytes,
             layers=self._pool.layers,
-            rank=rank,
+            rank=self._rank.words,
         )
         slots = min(self._pool.pages, config.store_bytes // self._pool.page_nbytes)
-        self._store = PageStore(slots, self._pool.page_nbytes, Content(model=config.model, version=0, layout=rank))
+        self._store = PageStore(
+            slots, self._pool.page_nbytes, Content(model=config.model, version=0, layout=self._rank.words)
+        )
         self._pool.bind(self._store)
-        self._counts = Counts(_counts_file(config, number))
+        self._counts = Counts(self._rank.counts_file(config.counts))
         self._flushed = self._label  # the weights all pages in the pool are of
         self._namespaces = config.namespaces
         if config.namespaces:
             namespace_requests(lambda: self._label)
         self._kept: dict[int, Key] = {}  # what each page of the pool was last stored or restored as
         self._held_until = 0.0  # time.monotonic(); 0: no hold
+        self._resting = False  # flushed while held
         self._queued: dict[str, _Load] = {}
         self._offloaded: SimpleQueue[bool] = SimpleQueue()
         self._saving, self._restoring = Worker("gyre kv save"), Worker("gyre kv restore")
         self._stream = torch.cuda.Stream(self._pool.device) if self._pool.device.type == "cuda" else None
-        self._service = Service(self, self._store, self._counts, config.addresses[number], lease=config.lease)
+        address = config.addresses[self._rank.number]
+        self._service = Service(self, self._store, self._counts, address, lease=config.lease)
         self._service.start()
-        log.info("KV pages: %s, %d slots of %d tokens, at %s", self.layout, slots, params.page_size, config.addresses)
+        log.info("KV pages: %s, %d slots of %d tokens, at %s", self.layout, slots, params.page_size, address)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -135,13 +146,17 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return list(range(1, self._store.find(keys) + 1)) if keys else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """See `UnifiedCacheLinker`. Refused, so that the tokens are computed, if a page went since `lookup`."""
+        """See `UnifiedCacheLinker`. Refused, so that the tokens are computed, if a page went since `lookup`.
+
+        Ranks must agree on the answer. Where there are several, such a load is taken and fails: SGLang then ends the
+        request, and whoever sent it sends it again.
+        """
         wanted = _of_pool(transfers)
         keys = self._keys(wanted.keys) if wanted is not None else None
         if wanted is None or not keys:
             return False
         held = self._store.pin(keys)
-        if held is None:
+        if held is None and self._rank.alone:
             return False
         self._queued[rid] = _Load(held, self._pool.locate(wanted.device_indices))
         return True
@@ -165,6 +180,8 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _restore(self, index: int, loads: list[_Load], ready: list[Any]) -> None:
         try:
+            if not all(load.whole for load in loads):
+                raise PageGone("a page went between lookup and load on this rank")
             with self._on_stream():
                 self._wait(ready)
                 for layer in range(self._pool.layers):
@@ -188,16 +205,20 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # --- storing ----------------------------------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """See `UnifiedCacheLinker`. Refused when the store is full of pages in use, or weights have just changed."""
+        """See `UnifiedCacheLinker`. Refused when weights have just changed; fails when the store is full of pages in
+        use (ranks, which must agree on refusals, may differ there)."""
         given = _of_pool(transfers)
         keys = self._keys(given.keys) if given is not None else None
         if given is None or not keys:
             return False
+        if self._resting:  # it serves again
+            self._resting, self._held_until = False, 0.0
         self._make_room(len(keys))
         taken = self._store.reserve(keys)
         if taken is None:
             self._counts.add("not_stored", len(keys))
-            return False
+            self._saving.do(lambda: self._offloaded.put(False))
+            return True
         ready = self._events()
         indices = given.device_indices
         self._saving.do(lambda: self._save(keys, indices, taken, ready))
@@ -272,8 +293,8 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """The engine's cache was flushed. See `UnifiedCacheLinker`."""
         self._quiesce()
         self._flushed = self._label
-        held = time.monotonic() < self._held_until
-        self._counts.add("dropped", self._store.drop(keep=self._flushed if held else None))
+        self._resting = time.monotonic() < self._held_until
+        self._counts.add("dropped", self._store.drop(keep=self._flushed if self._resting else None))
 
     def _quiesce(self) -> None:
         for rid in list(self._queued):
@@ -296,18 +317,3 @@ class PageLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
 def _of_pool(transfers: list[PoolTransfer]) -> PoolTransfer | None:
     return next((t for t in transfers if t.name == PoolName.KV and t.keys), None)
-
-
-def _rank(params: Any) -> tuple[str, int]:
-    """This process's place among the engine's ranks, in words and as a number."""
-    group = params.tp_cache_group
-    tp_rank = torch.distributed.get_rank(group=group) if group is not None else 0
-    tp_size = torch.distributed.get_world_size(group=group) if group is not None else 1
-    if params.attn_cp_size > 1:
-        raise UnfitPool("KV pages do not move between engines with context parallelism; set kv.moves = false")
-    words = f"tp={tp_rank}/{tp_size} pp={params.pp_rank}/{params.pp_size}"
-    return words, params.pp_rank * tp_size + tp_rank
-
-
-def _counts_file(config: LinkerConfig, number: int) -> Path | None:
-    return Path(f"{config.counts}{f'-{number}' if number else ''}.json") if config.counts else None

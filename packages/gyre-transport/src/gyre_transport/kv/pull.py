@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from gyre_transport.errors import DataError
+from gyre_transport.errors import DataError, DeadlineExceeded
 from gyre_transport.kv.protocol import Pages
 from gyre_transport.kv.store import Key, Page, PageStore
 from gyre_transport.reads import Part, read_many
@@ -37,6 +37,8 @@ def fetch(store: PageStore, keys: Sequence[Key], pages: Pages, *, end: float) ->
         parts = list(_parts(store, pages, taken))
         if parts:
             read_many(parts, deadline=end - time.monotonic()).wait()
+        if time.monotonic() >= end:  # the slots may have been others' while the last bytes were read
+            raise DeadlineExceeded(f"{len(mine)} pages were read when the lease or the caller's time was over")
     except BaseException:
         store.abandon(mine)
         raise

@@ -32,11 +32,11 @@ from gyre_transport.kv.store import Key, PageStore
 log = logging.getLogger(__name__)
 
 _TICK = 0.5  # seconds between looks at leases and holds
-_START = 10.0
+_START, _END = 60.0, 10.0  # seconds to begin and to stop listening
 _PULLS = 4  # moves carried out at once; more wait
 _ANSWER = 2.0  # seconds for an acknowledgement, which nothing depends on
 _SETTLE = 1.0  # seconds that a lookup waits for offloads under way
-_LOOKUP = 3.0  # seconds until a source that says nothing is given up,
+_LOOKUP = 5.0  # seconds until a source that says nothing is given up,
 _SILENT = 5.0  # and then not asked again
 
 
@@ -89,7 +89,7 @@ class Service:
         """Stop listening; idempotent."""
         if self._loop is not None and self._stop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(_START)
+            self._thread.join(_END)
 
     def _run(self) -> None:
         try:
@@ -170,8 +170,12 @@ class Service:
         else:
             keys = _keys(version, await asyncio.to_thread(self._engine.hashes, m.tokens))
             try:
-                async with asyncio.timeout_at(end), self._pulls:
+                async with asyncio.timeout_at(end):
+                    await self._pulls.acquire()
+                try:
                     fetched = await self._fetch(m.source, version, keys, end)
+                finally:
+                    self._pulls.release()
             except Exception as e:
                 failure, detail = _failure(e), f"{type(e).__name__}: {e}"
             here = self._store.find(keys)
@@ -203,17 +207,24 @@ class Service:
         try:
             pages = await source.call(lookup, deadline=min(end - asked, _LOOKUP))
         except DeadlineExceeded:
-            self._silent[address] = time.monotonic() + _SILENT
+            if end - asked >= _LOOKUP:
+                self._silent[address] = time.monotonic() + _SILENT
             raise
         if not isinstance(pages, p.Pages):
             raise OtherContent(f"expected Pages of {address!r}, got {pages!r:.100}")
+        lease_end = min(end, asked + pages.seconds)
         try:
-            return await asyncio.to_thread(fetch, self._store, missing, pages, end=min(end, asked + pages.seconds))
-        finally:
-            if pages.lease:
-                await self._acknowledge(source, pages.lease)
+            count = await asyncio.to_thread(fetch, self._store, missing, pages, end=lease_end)
+        except Exception:
+            await self._acknowledge(source, pages.lease)
+            raise
+        # Not when cancelled: the thread may still read, so the lease runs to its end.
+        await self._acknowledge(source, pages.lease)
+        return count
 
     async def _acknowledge(self, source: Client, lease: int) -> None:
+        if not lease:
+            return
         try:
             await source.call(p.Acknowledge(lease=lease), deadline=_ANSWER)
         except BusError as e:  # its deadline frees the pages
