@@ -65,6 +65,7 @@ class World:
         self.decides = True
         self.replaced: dict[str, str] = {}
         self.failing = ""  # what the proxy says of every execution's last call
+        self.order: tuple[int, ...] = ()  # of a burst's groups
         self.declines = ""  # why no execution is replaced
         self.refuses = ""  # an execution whose end the scheduler does not take
 
@@ -79,13 +80,15 @@ class World:
 
     async def on_scheduler(self, request: Any) -> Any:
         match request:
-            case sched.OpenBurst(burst=burst, executions=executions):
+            case sched.OpenBurst(burst=burst, executions=executions, tasks=tasks):
+                assert len(tasks) * self.context().batch.group_size == executions
                 self.asked[burst] += 1
                 if self.asked[burst] == 1 or len(self.submitted) < self.dispatched:
                     return sched.NotYet(reason="cells are training", retry=0.01)
                 self.dispatched += executions
-                return sched.Granted(burst=burst, capacity=self.capacity)
-            case sched.Started(execution=execution):
+                return sched.Granted(burst=burst, capacity=self.capacity, order=self.order)
+            case sched.Started(execution=execution, task=task):
+                assert task in ("one", "two")
                 self.started.append(execution)
                 self.alive += 1
                 self.most_alive = max(self.most_alive, self.alive)
@@ -218,6 +221,14 @@ async def test_bursts_to_the_end(make_world: Callable[..., Any]) -> None:
     assert (seen["dispatched"], seen["terminated"], seen["trained"], seen["excluded"]) == (12, 12, 4, 4)
     assert (seen["placeholders"], seen["calls"], seen["mean_score"]) == (4, 12, 0.5)
     assert (seen["harness_failures"], seen["evaluator_failures"]) == (4, 8)
+
+
+async def test_groups_start_in_the_order_the_scheduler_gives(make_world: Callable[..., Any]) -> None:
+    world = await make_world(steps=2)
+    world.order = (1, 0)
+    world.capacity = 1
+    await serve(world.context())
+    assert [name[:6] for name in world.started] == ["b0-g01"] * 3 + ["b0-g00"] * 3
 
 
 async def test_a_harness_with_a_file_has_a_home_of_its_own_while_it_runs(make_world: Callable[..., Any]) -> None:

@@ -26,6 +26,12 @@ def order(tasks: Sequence[str], seed: int | None) -> list[str]:
     return names
 
 
+def in_order(planned: Sequence[Planned], groups: Sequence[int], size: int) -> list[Planned]:
+    """`planned`, whose groups have `size` members, with its groups in the order given by their indices; none given:
+    as it is."""
+    return [p for g in groups for p in planned[g * size : (g + 1) * size]] if groups else list(planned)
+
+
 def burst(index: int, batch: BatchConfig, names: Sequence[str]) -> list[Planned]:
     """The executions of burst `index`, group after group.
 

@@ -169,7 +169,7 @@ class Journey:
             why = f"{_NO_START}{e}"
         self._ledger.started(name)
         try:
-            await self._peers.started(name)
+            await self._peers.started(name, task.name)
             why = why or await self._hold(name, task, place)
         except asyncio.CancelledError:
             self._ledger.terminated(name, refill.STOPPED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -59,13 +60,15 @@ class Peers:
         if self._http is not None:
             await self._http.close()
 
-    async def grant(self, burst: int, executions: int, within: float) -> int:
-        """Wait for the scheduler to grant `burst`; returns how many harnesses may be alive at a time."""
+    async def grant(self, burst: int, executions: int, tasks: Sequence[str], within: float) -> sched.Granted:
+        """Wait for the scheduler to grant `burst`, whose groups are of `tasks`; says how many harnesses may be alive at
+        a time, and which groups start first."""
         end = time.monotonic() + within
+        request = sched.OpenBurst(burst=burst, executions=executions, tasks=tuple(tasks))
         while True:
-            reply = await self._call("scheduler", self._scheduler, sched.OpenBurst(burst=burst, executions=executions))
+            reply = await self._call("scheduler", self._scheduler, request)
             if isinstance(reply, sched.Granted):
-                return reply.capacity
+                return reply
             if not isinstance(reply, sched.NotYet):
                 raise PeerError(f"the scheduler answered OpenBurst with {reply!r}; is it another version of Gyre?")
             if time.monotonic() + reply.retry > end:
@@ -75,9 +78,9 @@ class Peers:
                 )
             await asyncio.sleep(reply.retry)
 
-    async def started(self, execution: str) -> None:
+    async def started(self, execution: str, task: str) -> None:
         """Tell the scheduler."""
-        await self._call("scheduler", self._scheduler, sched.Started(execution=execution))
+        await self._call("scheduler", self._scheduler, sched.Started(execution=execution, task=task))
 
     async def terminated(self, execution: str, *, again: bool) -> None:
         """Tell the scheduler.

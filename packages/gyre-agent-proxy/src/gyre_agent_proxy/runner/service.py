@@ -149,7 +149,10 @@ class Runner:
         if before and not any(row.state in RUNNABLE for row in counted):
             capacity = len(planned)  # only scoring and submission are left; the scheduler may have ended the burst
         else:
-            capacity = await peers.grant(index, len(planned), self._config.grant_within)
+            size = self._context.batch.group_size
+            tasks_of = [p.task for p in planned[::size]]
+            granted = await peers.grant(index, len(planned), tasks_of, self._config.grant_within)
+            capacity, planned = granted.capacity, dispatch.in_order(planned, granted.order, size)
             self._ledger.dispatch([(p.execution, p.task, p.group) for p in planned], index)
         alive = min(capacity, self._config.concurrency or capacity)
         log.info("burst %d: %d executions, at most %d at a time", index, len(planned), alive)
