@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from gyre_transport.backends.verbs import fabric, gpu, library
+from gyre_transport.backends.verbs import build, fabric, gpu, library
 from gyre_transport.backends.verbs.channel import VerbsChannel, avoided
 from gyre_transport.backends.verbs.fabric import Gid, Port, choose, ports
-from gyre_transport.backends.verbs.handshake import Decline, Offer, Side, decode_answer, decode_offer, encode
+from gyre_transport.backends.verbs.handshake import Accept, Decline, Offer, Side, decode_answer, decode_offer, encode
 from gyre_transport.backends.verbs.owner import Exposures
 from gyre_transport.backends.verbs.queues import timeout
 from gyre_transport.control import Export
@@ -111,9 +111,14 @@ def test_offers_that_make_no_sense_are_refused():
         replace(SIDE, psn=-1),
         replace(SIDE, mtu=9),
         replace(SIDE, gid="10.9.0.1"),
+        replace(SIDE, gid="::1"),
+        replace(SIDE, lid=1 << 16),
+        replace(SIDE, serves=256),
     ):
         with pytest.raises(ValueError, match=r"not an end|expected"):
             decode_offer(encode(Offer(side=wrong)))
+    with pytest.raises(ValueError, match="not an end"):
+        decode_answer(encode(Accept(side=replace(SIDE, gid="::1"), address=0, rkey=0)))
     for noise in (b"", b"\x00", msgspec.msgpack.encode({"type": "accept"})):
         with pytest.raises(msgspec.DecodeError):
             decode_offer(noise)
@@ -210,3 +215,29 @@ def test_what_the_kernel_says_of_gpus(tmp_path):
 def test_a_silent_peer_is_an_error_after_a_while(patience):
     tries, tick = 7, 4.096e-6
     assert patience <= tries * tick * 2 ** timeout(patience) < 2 * patience
+
+
+def test_a_wheel_that_is_kept_is_installed_and_not_built_again(tmp_path, monkeypatch):
+    calls = []
+
+    class Tools:
+        def __init__(self, folder: Path) -> None: ...
+
+        def run(self, *arguments: str) -> None:
+            calls.append(arguments)
+
+    monkeypatch.setattr(build, "_Tools", Tools)
+    monkeypatch.setattr(build, "_check", lambda: None)
+    wheel = tmp_path / f"pyverbs-56.0rc5-{build._tag()}.whl"
+    wheel.touch()
+    assert build.main(["--wheels", str(tmp_path), "--version", "56.0rc5"]) == 0
+    assert [(c[0], c[-1]) for c in calls] == [("pip", str(wheel))]
+
+
+def test_a_build_that_cannot_be_says_why(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(library, "system_abi", lambda: 60)
+    assert build.main(["--wheels", str(tmp_path)]) == 1
+    assert "private version 60" in capsys.readouterr().err
+    monkeypatch.setattr(library, "system_abi", lambda: None)
+    assert build.main(["--wheels", str(tmp_path)]) == 1
+    assert "rdma-core is missing" in capsys.readouterr().err

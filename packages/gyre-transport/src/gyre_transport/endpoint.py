@@ -71,11 +71,14 @@ def candidates(descriptor: Descriptor, via: Backend | None = None) -> tuple[Back
 
 def streams(descriptor: Descriptor, nbytes: int, via: Backend | None, stream_bytes: int) -> int:
     """How many ways to open at once for a read of `nbytes`: one where a copy, or a device, is all there is to it."""
+    most = max(1, min(_config.streams, nbytes // stream_bytes))
+    if most == 1:
+        return 1
     local, rdma = descriptor.owner.host == host(), descriptor.endpoint is not None and descriptor.endpoint.rdma
     first = next((b for b in candidates(descriptor, via) if b != "shm" or local), None)
     if first == "shm" or (first == "verbs" and rdma and fabric.ports()):
         return 1
-    return max(1, min(_config.streams, nbytes // stream_bytes))
+    return most
 
 
 def open_channel(descriptor: Descriptor, *, end: float, adopt: Adopt, via: Backend | None = None) -> Channel:

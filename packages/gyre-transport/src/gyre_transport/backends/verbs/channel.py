@@ -46,11 +46,15 @@ class VerbsChannel:
             raise Unreachable(f"{descriptor.owner} has no RDMA device, or may not use it")
         avoided.check(descriptor.endpoint, key(descriptor))
         found = kept.take(key(descriptor))
-        if found is not None:
-            adopt(found.interrupt)
         try:
+            if found is not None:
+                adopt(found.interrupt)
             self._connection = found or VerbsConnection(descriptor, config, end=end, adopt=adopt)
-        except Unreachable as e:
+        except BaseException as e:
+            if found is not None:
+                found.close()
+            if not isinstance(e, Unreachable):
+                raise
             avoided.add(key(descriptor) if isinstance(e, Declined) else descriptor.endpoint, str(e))
             raise
         assert self._connection.device is not None  # noqa: S101  (open)

@@ -84,7 +84,7 @@ class VerbsConnection:
         offer = encode(Offer(side=queues.side))
         try:
             answer = decode_answer(self._line.call(descriptor, offer, end=end, kind=Kind.CONNECT))
-        except msgspec.DecodeError as e:
+        except (msgspec.DecodeError, ValueError) as e:
             raise Unreachable(f"{descriptor.owner} answers an offer of RDMA with something else: {e}") from e
         if isinstance(answer, Decline):
             raise Declined(f"{descriptor.owner} declines: {answer.reason}")

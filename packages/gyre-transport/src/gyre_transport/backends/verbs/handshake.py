@@ -11,7 +11,7 @@ before the owner looks at an offer, and both messages are sealed with it.
 
 from __future__ import annotations
 
-import ipaddress
+import re
 
 import msgspec
 
@@ -49,6 +49,7 @@ class Decline(msgspec.Struct, frozen=True, kw_only=True, tag="decline"):
 
 
 MAX_QUEUE_PAIRS = 16
+_GID = re.compile(r"[0-9a-f]{4}(:[0-9a-f]{4}){7}")
 
 
 def encode(message: Offer | Accept | Decline) -> bytes:
@@ -60,13 +61,23 @@ def decode_offer(data: bytes) -> Offer:
     """Raises `msgspec.DecodeError` or `ValueError` for what is no offer."""
     offer = msgspec.msgpack.decode(data, type=Offer)
     side = offer.side
-    ipaddress.IPv6Address(side.gid)
-    numbers = all(0 <= n < 1 << 24 for n in (*side.queue_pairs, side.psn))
-    if not (1 <= len(side.queue_pairs) <= MAX_QUEUE_PAIRS and numbers and 1 <= side.mtu <= 5 and side.serves >= 0):
-        raise ValueError(f"not an end of an RDMA connection: {side!r}")
-    return offer
+    if 1 <= len(side.queue_pairs) <= MAX_QUEUE_PAIRS:
+        _checked(side)
+        return offer
+    raise ValueError(f"expected 1 to {MAX_QUEUE_PAIRS} queue pairs, got {len(side.queue_pairs)}")
 
 
 def decode_answer(data: bytes) -> Accept | Decline:
-    """Raises `msgspec.DecodeError` for what is no answer."""
-    return msgspec.msgpack.decode(data, type=Accept | Decline)
+    """Raises `msgspec.DecodeError` or `ValueError` for what is no answer."""
+    answer = msgspec.msgpack.decode(data, type=Accept | Decline)
+    if isinstance(answer, Accept):
+        _checked(answer.side)
+    return answer
+
+
+def _checked(side: Side) -> None:
+    """Raise `ValueError` for what no end is: the library below checks little."""
+    numbers = all(0 <= n < 1 << 24 for n in (*side.queue_pairs, side.psn))
+    fits = 1 <= side.mtu <= 5 and 0 <= side.serves < 256 and 0 <= side.lid < 1 << 16
+    if not (numbers and fits and _GID.fullmatch(side.gid)):
+        raise ValueError(f"not an end of an RDMA connection: {side!r}")

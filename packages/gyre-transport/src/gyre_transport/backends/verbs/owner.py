@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from typing import Any
 
 import msgspec
@@ -120,7 +121,8 @@ class Exposures:
     def connect(self, export: Export, offer: bytes, *, near: str) -> tuple[Reached | None, bytes]:
         """Answer a reader that has proven the key of `export`. near: this end of its tcp connection.
 
-        The caller looks afterwards whether the grant still stands, and withdraws it if not.
+        The caller looks afterwards whether the grant still stands, and withdraws it if not. The first reader of a grant
+        has its memory pinned: for large memory that takes a while, and the others wait.
         """
         try:
             asked = decode_offer(offer)
@@ -141,6 +143,9 @@ class Exposures:
                 return reached, encode(Accept(side=reached.queues.side, address=exposure.address, rkey=exposure.rkey))
         except (DataError, ValueError, msgspec.DecodeError) as e:
             return None, encode(Decline(reason=str(e)))
+        except Exception:  # of a library that says little about what it raises; the others are served on
+            log.error("an offer of RDMA could not be answered: %s", traceback.format_exc())
+            return None, encode(Decline(reason="the owner failed; its log says more"))
 
     def _expose(self, export: Export, port: fabric.Port) -> Exposure:
         exposure = self._exposed.get(export)
