@@ -173,18 +173,18 @@ async def pair(running: Pair) -> Pair:
 async def test_a_refresh_retracts_what_is_in_flight_and_it_goes_on(pair: Pair) -> None:
     old, host = pair.version, pair.a.host
     begun = await pair.a.generate(pair.prompt(40), 1)
-    long = asyncio.create_task(host.client.generate(pair.prompt(40), max_new_tokens=1500, deadline=WAIT))
+    long = asyncio.create_task(host.client.generate(pair.prompt(40), max_new_tokens=1000, deadline=WAIT))
     async with asyncio.timeout(WAIT):
         while not any(load["num_running_reqs"] for load in (await host.client._call("GET", "/v1/loads"))["loads"]):
             await asyncio.sleep(0.05)
     version, manifest = pair.publish()
     await host.refresh(version, manifest, deadline=WAIT)
     meta = (await long)["meta_info"]
-    assert meta["finish_reason"] == {"type": "length", "length": 1500}
+    assert meta["finish_reason"] == {"type": "length", "length": 1000}
     spans = [(int(s["version"].partition("-")[0]), s["start"], s["end"]) for s in meta["weight_versions"]]
     middle = spans[0][2]
-    assert 0 < middle < 1500
-    assert spans == [(old, 0, middle), (version, middle, 1500)]
+    assert 0 < middle < 1000
+    assert spans == [(old, 0, middle), (version, middle, 1000)]
     assert meta["num_retractions"] == 1
     assert begun["meta_info"]["weight_version"] != meta["weight_version"]
 
