@@ -44,7 +44,6 @@ def constrain(demand: Demand, tools: set[str], *, plain: bool, opened: bool, thi
     prompt has begun the reasoning. thinks: the model may begin one.
     """
     ignored = list(demand.ignored)
-    plain_text = plain or thinks  # other formats wrap even text in markup of their own
     forms: list[dict[str, Any]] = []
     named = tools if demand.tool is None else tools & {demand.tool}
     callable_ = bool(tools) and demand.calls != "none"
@@ -54,7 +53,7 @@ def constrain(demand: Demand, tools: set[str], *, plain: bool, opened: bool, thi
         else:
             ignored.append("tool_choice")
     if demand.schema is not None and not forms:
-        if plain or (plain_text and not callable_):
+        if plain or (thinks and not callable_):  # other formats wrap even text in markup of their own
             forms = [{"type": "json_schema", "json_schema": demand.schema}]
             forms += [_calls(tools, demand.parallel)] if callable_ else []
         else:
