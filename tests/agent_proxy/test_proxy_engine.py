@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -213,3 +214,34 @@ async def test_a_drain_while_a_real_engine_samples(engines, tiny_model, tmp_path
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_engine_is_killed_while_it_samples(engines, tiny_model, tmp_path):
     await interrupted(engines, tiny_model, tmp_path, "kill")
+
+
+async def test_an_answer_has_the_form_that_is_demanded(tiny_engine: str, tiny_model: Path, tmp_path: Path) -> None:
+    title = {"enum": ["one", "another"]}
+    schema = {"type": "object", "properties": {"title": title}, "required": ["title"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": n, "parameters": {"type": "object"}}} for n in ("bash", "read")]
+    named = {"type": "function", "function": {"name": "read"}}
+    config = ProxyConfig(engines=(tiny_engine,), context=4096, template="chatml")
+    async with (
+        proxy(config, ModelConfig(path=str(tiny_model)), calls=tmp_path) as running,
+        openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="k", max_retries=0, timeout=120) as api,
+    ):
+
+        async def ask(**fields: Any) -> Any:
+            messages = [{"role": "user", "content": "Name it."}]
+            got = await api.chat.completions.create(model="m", messages=messages, max_tokens=2000, **fields)
+            return got.choices[0]
+
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        got = await ask(response_format=form)
+        assert json.loads(got.message.content)["title"] in title["enum"]
+        for choice, names in (("required", ("bash", "read")), (named, ("read",))):
+            got = await ask(tools=tools, tool_choice=choice, parallel_tool_calls=False)
+            if got.finish_reason == "length":  # a model without sense may find no end of its arguments
+                assert got.message.content.startswith(tuple(f'<tool_call>\n{{"name": "{n}"' for n in names))
+            else:
+                (call,) = got.message.tool_calls
+                assert call.function.name in names
+        assert running.service.metrics.counts["engine_failures"] == 0
+    (log,) = tmp_path.glob("*.gtraj")
+    assert all(len(unpack_logprobs(c.logprobs)) == len(unpack_ids(c.output)) > 0 for c in read_log(log).calls)
