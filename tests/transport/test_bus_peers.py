@@ -307,6 +307,16 @@ async def test_another_version_is_an_error_that_names_both(address, theirs):
     assert len(handled) == 1
 
 
+async def test_what_is_refused_is_logged(address, caplog):
+    async with Server(address, of(Ask, "things", 1), answer) as server:
+        with caplog.at_level(logging.WARNING):
+            async with Client(server.address, of(Said, "things", 2)) as client:
+                with pytest.raises(VersionMismatch):
+                    await client.call(Ask(), deadline=LONG)
+    assert "refused a message" in caplog.text
+    assert "'gyre/2 things/2'" in caplog.text
+
+
 async def test_a_peer_without_headers_is_told(address):
     """What a Gyre before headers sent, [id, request], is answered in the shape it expects."""
     async with Server(address, of(Ask, "things", 1), answer) as server:

@@ -105,10 +105,11 @@ class Refusals:
                 )
 
     def close(self) -> None:
-        """Stop; before the socket is closed."""
-        self._watching.cancel()
-        self._socket.disable_monitor()
-        self._events.close()
+        """Stop; before the socket is closed. Idempotent."""
+        if not self._events.closed:
+            self._watching.cancel()
+            self._socket.disable_monitor()
+            self._events.close()
 
 
 class Reception:

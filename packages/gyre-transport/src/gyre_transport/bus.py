@@ -138,7 +138,9 @@ class Server:
             reply = await self._handler(framing.decode(self._decoder, frames[1], "a request"))
             return OK, _fitting(self._encoder.encode(reply), reply, self.address)
         except Exception as e:
-            if not isinstance(e, BusError):
+            if isinstance(e, ProtocolError):
+                log.warning("%s: refused a message: %s", self.address, e)
+            elif not isinstance(e, BusError):
                 log.warning("%s: a request failed: %s: %s", self.address, type(e).__name__, e, exc_info=True)
             return ERROR, self._encoder.encode(Fault(type(e).__name__, str(e)))
 

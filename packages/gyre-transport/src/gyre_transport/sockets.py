@@ -41,36 +41,30 @@ def prepare(socket: zmq.Socket[Any], address: str) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)  # ms: a peer that refuses is not asked ten times a second
 
 
-def bound(kind: int, address: str, keys: Keys | None = None) -> tuple[zmq.asyncio.Socket, str]:
-    """Return a bound socket and its real endpoint (tcp port 0 is resolved). Raises `BusError`; then nothing is open.
-
-    keys: default: this process's.
-    """
-    if _served(address):  # ZeroMQ would take a living server's ipc path away without a word
-        raise BusError(f"cannot listen on {address!r}: a living process does; choose another address or stop it")
-    keys = _needed(address, keys, "listen on")
-    socket = zmq.asyncio.Context.instance().socket(kind)
-    prepare(socket, address)
-    if keys is not None:
-        gate.guard(socket, keys)
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as e:
-        discard(socket)
-        raise BusError(
-            f"cannot listen on {address!r}: {e}; choose another address or stop the process that holds it"
-        ) from e
-    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
 class Listener:
     """A bound socket until it is closed, and the peers it refused."""
 
     def __init__(self, kind: int, address: str, keys: Keys | None = None) -> None:
-        """Raises `BusError`; then nothing is open."""
-        self.socket, self.address = bound(kind, address, keys)
-        tcp = self.address.startswith("tcp://")
-        self._refusals = Refusals(self.socket, self.address) if tcp else None
+        """keys: default: this process's. `address` then holds the real endpoint (tcp port 0 is resolved).
+
+        Raises `BusError`; then nothing is open.
+        """
+        if _served(address):  # ZeroMQ would take a living server's ipc path away without a word
+            raise BusError(f"cannot listen on {address!r}: a living process does; choose another address or stop it")
+        keys = _needed(address, keys, "listen on")
+        self.socket = zmq.asyncio.Context.instance().socket(kind)
+        self._refusals = Refusals(self.socket, address) if address.startswith("tcp://") else None
+        prepare(self.socket, address)
+        if keys is not None:
+            gate.guard(self.socket, keys)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as e:
+            self._end()
+            raise BusError(
+                f"cannot listen on {address!r}: {e}; choose another address or stop the process that holds it"
+            ) from e
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
     def refused(self) -> int:
@@ -78,10 +72,25 @@ class Listener:
         return 0 if self._refusals is None else self._refusals.count
 
     async def close(self) -> None:
-        """Close; the address is free afterwards."""
+        """Close; return when the address is free.
+
+        Closing alone goes on in ZeroMQ's thread, which removes an ipc path at some later moment: a successor's, maybe.
+        """
         if self._refusals is not None:
             self._refusals.close()
-        await release(self.socket, self.address)
+        try:
+            monitor = self.socket.get_monitor_socket(zmq.EVENT_CLOSED)
+            self.socket.unbind(self.address)
+            await monitor.poll(_RELEASE)
+        finally:
+            self.socket.disable_monitor()
+            self._end()
+
+    def _end(self) -> None:
+        if self._refusals is not None:
+            self._refusals.close()
+        self.socket.close()
+        gate.forget(self.socket)
 
 
 class Dialer:
@@ -128,26 +137,6 @@ class Dialer:
         if self._reception is not None:
             self._reception.close()
         self.socket.close()
-
-
-async def release(socket: zmq.asyncio.Socket, address: str) -> None:
-    """Close a bound socket; return when the address is free.
-
-    Closing alone goes on in ZeroMQ's thread, which removes an ipc path at some later moment: a successor's, perhaps.
-    """
-    try:
-        monitor = socket.get_monitor_socket(zmq.EVENT_CLOSED)
-        socket.unbind(address)
-        await monitor.poll(_RELEASE)
-    finally:
-        socket.disable_monitor()
-        discard(socket)
-
-
-def discard(socket: zmq.Socket[Any]) -> None:
-    """Close a socket that `bound` made, without waiting."""
-    socket.close()
-    gate.forget(socket)
 
 
 def loopback(address: str) -> bool:
