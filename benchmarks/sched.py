@@ -36,7 +36,9 @@ class Drive:
 
     def __init__(self, cells: int, executions: int, leave: str) -> None:
         capacity = -(-executions // cells) + 1
-        self.policy = Policy(SchedConfig(cells=cells, capacity=capacity, leave=leave), per_burst=1, steps=4)
+        known = [(f"t{i}", 50.0 + i) for i in range(1000)]  # so that the deadline rule predicts from the first burst on
+        config = SchedConfig(cells=cells, capacity=capacity, leave=leave)
+        self.policy = Policy(config, per_burst=1, steps=4, past=known)
         self.capacity, self.cells = capacity, cells
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.at = 0.0
