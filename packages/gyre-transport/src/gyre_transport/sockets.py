@@ -78,12 +78,13 @@ class Listener:
         """
         if self._refusals is not None:
             self._refusals.close()
+        monitor = self.socket.get_monitor_socket(zmq.EVENT_CLOSED)
         try:
-            monitor = self.socket.get_monitor_socket(zmq.EVENT_CLOSED)
             self.socket.unbind(self.address)
             await monitor.poll(_RELEASE)
         finally:
             self.socket.disable_monitor()
+            monitor.close()
             self._end()
 
     def _end(self) -> None:
