@@ -409,3 +409,19 @@ assert "torch" not in sys.modules and "safetensors" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=True, timeout=60)
     assert (tmp_path / "x").stat().st_size
+
+
+def test_a_connection_that_was_lost_is_tried_again_while_the_version_stands(core, monkeypatch, caplog):
+    manifest = publish(core, 1)
+    hook_read(monkeypatch, lambda: None, after=1)
+    plain, lost = TcpChannel.complete, []
+
+    def complete(self):
+        plain(self)
+        if not lost:
+            lost.append(1)
+            self._connection.interrupt()
+
+    monkeypatch.setattr(TcpChannel, "complete", complete)
+    assert values(pull(manifest, deadline=10, via="tcp")) == {1}
+    assert "reading again" in caplog.text

@@ -134,10 +134,22 @@ def pull(
                 f"version {manifest.version} of {manifest.model!r} takes {wanted.nbytes:,} bytes, `into` has "
                 f"{into.nbytes:,}; give a larger one"
             )
-    try:
-        return _Pull(manifest, wanted, time.monotonic() + deadline, verify, into, share, via).run()
-    except StaleDescriptor as e:
-        raise _moved_on(manifest, via) or e from None
+    end = time.monotonic() + deadline
+    for again in (True, False):
+        try:
+            return _Pull(manifest, wanted, end, verify, into, share, via).run()
+        except StaleDescriptor as e:
+            current = _current(manifest, via)
+            if current is None:
+                raise
+            if current == manifest.version and again:  # a connection was lost, or the next version is on its way
+                log.warning("%s: %s; its source has it still: reading again", manifest.content, str(e))
+                continue
+            now = "is being replaced" if current == manifest.version else f"was replaced by version {current}"
+            raise StaleVersion(
+                f"version {manifest.version} of {manifest.model!r} {now} ({e}); ask for the current manifest"
+            ) from None
+    raise AssertionError  # never: the second time returns or raises
 
 
 class _Wanted:
@@ -334,15 +346,14 @@ def _mapped(descriptor: Descriptor, nbytes: int, via: Backend | None) -> memoryv
     return memory
 
 
-def _moved_on(manifest: Manifest, via: Backend | None) -> StaleVersion | None:
-    """The error when the source still publishes; None when it is gone."""
+def _current(manifest: Manifest, via: Backend | None) -> int | None:
+    """The version its source has now; None when the source is gone."""
     head = np.zeros(1, np.int64)
     try:
         read(manifest.head, memoryview(head).cast("B"), deadline=1.0, via=via)
     except DataError:
         return None
-    now = "is being replaced" if head[0] == manifest.version else f"was replaced by version {head[0]}"
-    return StaleVersion(f"version {manifest.version} of {manifest.model!r} {now}; ask for the current manifest")
+    return int(head[0])
 
 
 def _each[T](function: Any, items: list[T]) -> None:
