@@ -15,7 +15,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """[sched]: all durations in seconds. Invalid values raise `ConfigError` when the section is read."""
 
     cells: int = 2
-    standalone: int = 0  # engines that never train, beside the cells; their agents are numbered after the cells'
+    standalone: int = 0  # engines that never train, beside the cells and numbered after them
     schedule: Literal["elastic", "colocate", "async"] = "elastic"
     trainers: int = 1  # async: the first so many cells always train, the others never
     admission: Literal["burst", "continuous"] = "burst"  # continuous: a burst may be granted before the last one ended
@@ -25,7 +25,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     leave_within: float = 0.4  # share of the time left in which those who train must be done, or the next cell leaves
     dwell: float = 0.0  # a cell stays in rollout this long before it may leave again
     order: Literal["planned", "longest"] = "planned"  # which groups start first when not all can: longest predicted
-    past: str = ""  # a journal or trace of earlier executions, which seeds the predictor; empty: it learns in the run
+    past: str = ""  # path of a journal or trace of earlier executions, to predict from; empty: it learns in the run
     capacity: int = 32  # executions an engine may host at once; agents report it as C_e
     heartbeat: float = 1.0  # agents beat, the scheduler ticks and repeats its routes this often
     lease: float = 30.0  # a cell whose agent is silent for longer has failed

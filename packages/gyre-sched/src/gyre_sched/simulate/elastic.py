@@ -18,8 +18,6 @@ from gyre_sched.simulate.scenario import Scenario
 from gyre_sched.simulate.training import Training
 from gyre_sched.simulate.workload import Workload
 
-_FOREVER = 1e12  # agents do not beat here, so no lease may run out
-
 
 class PolicyDriver:
     """Drives a `Policy` and carries out what it says."""
@@ -36,8 +34,8 @@ class PolicyDriver:
         past: Sequence[tuple[str, float]] = (),
         tick: float = 60.0,
     ) -> None:
-        """config: what the rules are; its cells and time limits are replaced. tick: seconds between looks at the
-        clock, for rules that depend on it."""
+        """config: its cells and capacity are the scenario's, and no time limit may be reached (`Schedule.config`).
+        tick: seconds between looks at the clock, for rules that depend on it."""
         fleet = scenario.fleet
         self._scenario, self._workload, self._clock, self._tick_seconds = scenario, workload, clock, tick
         self._per_burst, self._steps = per_burst, steps
