@@ -123,6 +123,8 @@ def _warm() -> None:
     """What stays open for the process's life is opened before files are counted."""
     for context in (zmq.Context.instance(), zmq.asyncio.Context.instance()):
         zmq.Socket(context, zmq.DEALER).close()
+    gc.collect()
+    gc.freeze()  # what is there before the first test is not gone through again after each
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ mount -t devpts devpts /root/dev/pts
 mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=none out "/root$out" || { echo FAILED out; poweroff -f; }
 
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/run TMPDIR=/run
-export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 ip link set lo up
 ip link set eth0 mtu 4200 up
 ip addr add "$address/24" dev eth0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import re
 import shlex
 import shutil
@@ -60,7 +61,9 @@ def prepare(cache: Path) -> Image:
     image = Image(cache / f"vmlinuz-{version}", cache / f"initrd-{version}.gz")
     if not image.kernel.exists():
         _unpack(cache, package[1], version)
-    image.initrd.write_bytes(gzip.compress(b"".join(_archive(cache / version, cache / "busybox")), 1))
+    new = image.initrd.with_suffix(f".{os.getpid()}")
+    new.write_bytes(gzip.compress(b"".join(_archive(cache / version, cache / "busybox")), 1))
+    os.replace(new, image.initrd)
     return image
 
 

@@ -350,7 +350,8 @@ def _current(manifest: Manifest, via: Backend | None) -> int | None:
     """The version its source has now; None when the source is gone."""
     head = np.zeros(1, np.int64)
     try:
-        read(manifest.head, memoryview(head).cast("B"), deadline=1.0, via=via)
+        # eight bytes are not worth a handshake of network cards
+        read(manifest.head, memoryview(head).cast("B"), deadline=2.0, via="tcp" if via == "verbs" else via)
     except DataError:
         return None
     return int(head[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import threading
@@ -120,10 +121,14 @@ class Device:
         """Whether this is a forked child's copy."""
         return os.getpid() != self._pid
 
-    def abandon(self) -> None:
-        """In a forked child: destroy nothing, ever (what pyverbs collects it destroys), and close the file."""
+    def leave(self) -> None:
+        """Destroy nothing, ever: pyverbs does when it collects its objects."""
         for made in (self.context, *self._objects):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+
+    def abandon(self) -> None:
+        """In a forked child: leave what is its parent's, and close its copy of the file."""
+        self.leave()
         os.close(self.context.cmd_fd)
 
 
@@ -135,4 +140,11 @@ def _forked() -> None:
         device.abandon()
 
 
+def _ending() -> None:
+    """What is open when the process ends, the kernel frees: pyverbs fails in an interpreter that is taken apart."""
+    for device in Device._open.values():
+        device.leave()
+
+
 os.register_at_fork(after_in_child=_forked)
+atexit.register(_ending)
