@@ -73,9 +73,15 @@ faults = st.lists(
 
 
 @_CHECKS
-@given(shape=shapes, bursts=st.integers(1, 2), faults=faults, stays=st.booleans())
-def test_failures_that_leave_the_core_never_break_a_rule_nor_end_the_run(world, shape, bursts, faults, stays):
-    limits = {"attempts": 50, "capacity": 8, "core_stays": stays}
+@given(
+    shape=shapes,
+    bursts=st.integers(1, 2),
+    faults=faults,
+    stays=st.booleans(),
+    leave=st.sampled_from(["water", "deadline"]),
+)
+def test_failures_that_leave_the_core_never_break_a_rule_nor_end_the_run(world, shape, bursts, faults, stays, leave):
+    limits = {"attempts": 50, "capacity": 8, "core_stays": stays, "leave": leave}
     w = world(**shape, steps=bursts * shape["per_burst"], faults=faults, settings=limits).run()
     _finished(w)
 
@@ -167,11 +173,17 @@ def test_some_replacements_are_counted_and_some_declined_and_bursts_end_after_th
 
 
 @_CHECKS
-@given(shape=shapes, bursts=st.integers(1, 2), at=st.lists(st.floats(0, 1000), min_size=1, max_size=20), others=faults)
-def test_a_scheduler_that_is_killed_again_and_again_goes_on_from_its_journal(world, shape, bursts, at, others):
+@given(
+    shape=shapes,
+    bursts=st.integers(1, 3),
+    at=st.lists(st.floats(0, 1000), min_size=1, max_size=20),
+    others=faults,
+    leave=st.sampled_from(["water", "deadline"]),
+)
+def test_a_scheduler_that_is_killed_again_and_again_goes_on_from_its_journal(world, shape, bursts, at, others, leave):
     """The world compares the states: what is restored is what was, and nobody is bothered."""
     killed = tuple((when, "scheduler", 0) for when in at)
-    limits = {"attempts": 50, "capacity": 8}
+    limits = {"attempts": 50, "capacity": 8, "leave": leave}
     w = world(**shape, steps=bursts * shape["per_burst"], faults=(*killed, *others), settings=limits).run()
     _finished(w)
     assert w.policy.state.term == 1 + len(w.kinds("scheduler_started")[1:])
