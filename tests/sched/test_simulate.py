@@ -1,6 +1,7 @@
 """The simulator: closed forms, nothing lost, the water inequality, what the shipped trace says."""
 
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -274,6 +275,11 @@ def test_bound_of_executions_that_fill_their_slots_is_their_time():
 def test_scenarios_that_make_no_sense_are_refused(overrides, says):
     with pytest.raises(Exception, match=says):
         load_scenario(None, overrides)
+
+
+def test_the_example_is_a_scenario():
+    scenario = load_scenario(Path(__file__).parents[2] / "examples" / "scheduling" / "fleet.toml")
+    assert (scenario.fleet.cells, scenario.training.rate, scenario.workload.cap) == (4, 2500.0, "work")
 
 
 def test_an_async_schedule_needs_two_cells(trace):
