@@ -80,9 +80,14 @@ def read_many(
     if workers is not None and not 1 <= workers <= 16:
         raise ShapeMismatch(f"expected 1 to 16 workers, got {workers!r}")
     regions: dict[Descriptor, list[Piece]] = {}
+    given: Descriptor | None = None  # the last part's
+    first: Descriptor | None = None  # the first that equals it: a transfer tells regions apart by identity
     for part in parts:
-        pieces = regions.setdefault(part.descriptor, [])
-        pieces.extend(_cut(part) if not pieces else _cut(part._replace(descriptor=pieces[0].descriptor)))
+        if part.descriptor is not given:
+            given = part.descriptor
+            pieces = regions.setdefault(given, [])
+            first = pieces[0].descriptor if pieces else given
+        pieces.extend(_cut(part) if first is None or first is given else _cut(part._replace(descriptor=first)))
     if workers is None:
         sizes = ((d, sum(p.into.nbytes for p in pieces)) for d, pieces in regions.items())
         workers = max((streams(d, size, via, _STREAM) for d, size in sizes), default=0)
