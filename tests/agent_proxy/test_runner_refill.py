@@ -206,7 +206,8 @@ class Outside:
         self.ended.add(execution)
         return ""
 
-    def started(self, execution: str) -> None:
+    def started(self, execution: str, task: str) -> None:
+        assert task
         assert execution in self.dispatched
         assert execution not in self.ended
 
