@@ -81,7 +81,7 @@ def perftest() -> float:
 
     The difference of a long run and a short one: what it says itself rests on cycle counters, which are not emulated.
     """
-    few, many = 2, 2 + _NBYTES // _MESSAGE // _PAIRS
+    few, many = 5, 5 + _NBYTES // _MESSAGE // _PAIRS
     return ib_read_bw(many) - ib_read_bw(few)
 
 

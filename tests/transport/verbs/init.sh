@@ -9,19 +9,19 @@ value() { tr ' ' '\n' </proc/cmdline | while IFS='=' read -r name rest; do [ "$n
 out=$(value gyre.out)
 address=$(value gyre.address)
 
-mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=loose,ro files /root || { echo FAILED files; poweroff -f; }
-for dir in /proc /sys /dev; do mount --move "$dir" "/root$dir"; done
-mkdir -p /root/dev/shm /root/dev/pts
-for dir in /dev/shm /run /var/tmp; do mount -t tmpfs -o mode=1777 tmpfs "/root$dir"; done
-mount -t devpts devpts /root/dev/pts
-mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=none out "/root$out" || { echo FAILED out; poweroff -f; }
+mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=loose,ro files /system || { echo FAILED files; poweroff -f; }
+for dir in /proc /sys /dev; do mount --move "$dir" "/system$dir"; done
+mkdir -p /system/dev/shm /system/dev/pts
+for dir in /dev/shm /run /var/tmp; do mount -t tmpfs -o mode=1777 tmpfs "/system$dir"; done
+mount -t devpts devpts /system/dev/pts
+mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=none out "/system$out" || { echo FAILED out; poweroff -f; }
 
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/run TMPDIR=/run
 export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 ip link set lo up
 ip link set eth0 mtu 4200 up
 ip addr add "$address/24" dev eth0
-chroot /root rdma link add rxe0 type rxe netdev eth0 || echo FAILED rxe0
-chroot /root /bin/sh -c "cd '$out' && sh ./job >job.log 2>&1; echo \$? >rc.new; mv rc.new rc"
-umount "/root$out"
+chroot /system rdma link add rxe0 type rxe netdev eth0 || echo FAILED rxe0
+chroot /system /bin/sh -c "cd '$out' && sh ./job >job.log 2>&1; echo \$? >rc.new; mv rc.new rc"
+umount "/system$out"
 poweroff -f

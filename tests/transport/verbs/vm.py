@@ -127,7 +127,7 @@ def ordered(folder: Path, names: Iterable[str]) -> list[str]:
 def _archive(modules: Path, busybox: Path) -> Iterator[bytes]:
     """The first file system, in the kernel's cpio format."""
     order = ordered(modules, _MODULES)
-    for folder in ("bin", "dev", "proc", "sys", "root", "modules"):
+    for folder in ("bin", "dev", "proc", "sys", "system", "modules"):
         yield _entry(folder, 0o040755)
     yield _entry("init", 0o100755, (Path(__file__).parent / "init.sh").read_bytes())
     yield _entry("bin/busybox", 0o100755, busybox.read_bytes())
