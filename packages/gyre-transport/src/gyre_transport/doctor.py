@@ -17,7 +17,7 @@ import numpy as np
 import zmq
 
 from gyre_transport.backends.server import outward
-from gyre_transport.backends.verbs import library
+from gyre_transport.backends.verbs import gpu, library
 from gyre_transport.endpoint import Backend
 from gyre_transport.errors import DataError, TransportError, Unreachable
 from gyre_transport.memory import Descriptor, allocate, read, register
@@ -99,9 +99,13 @@ def _verbs() -> Finding:
         works=failed is None,
         needed=False,
         use="between machines with RDMA: the network card reads the memory, many times faster than tcp",
-        detail=failed or f"read 1 MiB of a second process through {', '.join(devices)}",
+        detail=(failed or f"read 1 MiB of a second process through {', '.join(devices)}") + _gpu(gpu.look()),
         remedy="" if failed is None else f"needed for it: {remedy}. Without it tcp is used; nothing else is lost",
     )
+
+
+def _gpu(machine: gpu.Machine) -> str:
+    return f". Memory of GPUs would go {gpu.how(machine)}" if machine.gpus else ""
 
 
 def _bus() -> Finding:

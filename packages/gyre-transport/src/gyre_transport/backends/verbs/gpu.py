@@ -5,7 +5,8 @@
     peermem   the kernel module nvidia-peermem (or nv_peer_mem)      GPU - network card
     staged    nothing                                                GPU - pinned host memory - network card
 
-`look` finds out what is here; `way` decides, and is all there is to test without such a machine.
+`look` finds out what is here; `way` decides, and is all there is to test without such a machine. Reads of GPU memory
+are not built yet: `doctor` says which way they would take.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def how(machine: Machine) -> str:
         return "no GPU"
     chosen = way(machine)
     if chosen is Way.DMABUF:
-        return "read by the network card, as a dma-buf"
+        return "through the network card alone, as a dma-buf"
     if chosen is Way.PEERMEM:
-        return "read by the network card, through nvidia-peermem"
+        return "through the network card alone, by nvidia-peermem"
     missing = "load the kernel module nvidia-peermem" if machine.direct else "the driver does not offer GPUDirect RDMA"
     return f"through pinned host memory ({missing})"
 
