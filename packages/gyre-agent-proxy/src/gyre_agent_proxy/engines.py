@@ -73,7 +73,7 @@ class Pool:
         term: int = 0,
         reset: bool = False,
     ) -> bool:
-        """Take over the routes of `epoch`, given by the scheduler of `term`; returns False and ignores older ones: those
+        """Take over the routes of `epoch`, of the scheduler of `term`. Returns False and ignores older ones: those
         of an earlier term always, those of an earlier epoch unless `reset`."""
         if term < self.term or (term == self.term and epoch < self.epoch and not reset):
             return False
