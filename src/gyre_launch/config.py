@@ -58,8 +58,10 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
 class Resolved:
     """A validated configuration; `write` makes it the run's config.toml."""
 
-    def __init__(self, sections: dict[str, Any]) -> None:
+    def __init__(self, sections: dict[str, Any], held: socket.socket | None = None) -> None:
+        """held: keeps the proxy's port for as long as this lives."""
         self.sections = sections
+        self._held = held
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -97,9 +99,9 @@ def resolve(path: Path, overrides: list[str], *, convert_model: bool = True) -> 
     sections["runner"] = _runner(sections["runner"], base)
     sections["bus"] = _bus(sections["bus"], base, RunDir(run["dir"]))
     sections["engine"] = _engine(sections["engine"], base, RunDir(run["dir"]))
-    sections["proxy"] = _proxy(sections["proxy"])
     _check(sections)
-    return Resolved(sections)
+    sections["proxy"], held = _proxy(sections["proxy"])
+    return Resolved(sections, held)
 
 
 def _model(model: ModelConfig, base: Path, convert: bool) -> ModelConfig:
@@ -133,17 +135,20 @@ def _engine(engine: EngineConfig, base: Path, run_dir: RunDir) -> EngineConfig:
     return msgspec.structs.replace(engine, key=str(key.resolve()))
 
 
-def _proxy(proxy: Any) -> Any:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((proxy.host, proxy.port))
-        except OSError as e:
-            raise ConfigError(
-                f"the proxy cannot listen on {proxy.host}:{proxy.port}: {e.strerror}; "
-                "set proxy.port to a free port, or to 0"
-            ) from e
-        return msgspec.structs.replace(proxy, port=probe.getsockname()[1])
+def _proxy(proxy: Any) -> tuple[Any, socket.socket]:
+    """The proxy's section with its port, and a bound socket that keeps the port from others: one that does not listen
+    hinders no server that shares addresses, and so the proxy can be started, and started again."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((proxy.host, proxy.port))
+    except OSError as e:
+        held.close()
+        raise ConfigError(
+            f"the proxy cannot listen on {proxy.host}:{proxy.port}: {e.strerror}; "
+            "set proxy.port to a free port, or to 0"
+        ) from e
+    return msgspec.structs.replace(proxy, port=held.getsockname()[1]), held
 
 
 def _check(sections: dict[str, Any]) -> None:

@@ -134,13 +134,21 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         with pytest.raises(EngineStartError, match=rf"127.0.0.1:{port}.*in use.*engine.port = 0"):
-            launch.choose_port(EngineConfig(port=port))
+            launch.hold_port(EngineConfig(port=port))
 
 
-def test_a_free_port_can_be_listened_on() -> None:
-    port = launch.choose_port(EngineConfig())
-    with socket.create_server(("127.0.0.1", port)):
-        pass
+def test_a_port_is_kept_for_the_engine_from_its_choice_on() -> None:
+    """Whoever asks for any port, or does not share addresses, is not given it; the engine binds it, and again."""
+    with launch.hold_port(EngineConfig()) as held:
+        port = held.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        for _ in range(2):  # a restart takes the same port
+            engine = socket.create_server(("127.0.0.1", port))  # it shares addresses, as asyncio's servers do
+            with engine, socket.create_connection(("127.0.0.1", port)):
+                engine.accept()[0].close()
+        with pytest.raises(EngineStartError, match="in use"), socket.create_server(("127.0.0.1", port)):
+            launch.hold_port(EngineConfig(port=port))
 
 
 @pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang: uv sync --group engine")

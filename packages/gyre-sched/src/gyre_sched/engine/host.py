@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -62,6 +63,7 @@ class EngineHost:
         self._manifest: Manifest | None = None  # the last one seen
         self._held: Manifest | None = None  # the one the engine's weights came from; None: the model folder
         self._port = 0
+        self._held_port: socket.socket | None = None
         self._child: Child | None = None
         self._started = asyncio.Event()  # a child is there to be watched
         self._client: EngineClient | None = None
@@ -85,7 +87,9 @@ class EngineHost:
         """Launch, wait until healthy, warm up; `url` is then set. Raises `EngineStartError`, nothing left running."""
         async with self._lock:
             launch.check(self._config, self._model, moves=self._pages is not None)
-            port = launch.choose_port(self._config)
+            if self._held_port is None:
+                self._held_port = launch.hold_port(self._config)
+            port = int(self._held_port.getsockname()[1])
             host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
             self.url = f"http://{host}:{port}"
             self._client = EngineClient(
@@ -153,6 +157,9 @@ class EngineHost:
                 await self._client.close()
             if self._pages is not None:
                 await self._pages.close()
+            if self._held_port is not None:
+                self._held_port.close()
+                self._held_port = None
 
     # --- watching ---------------------------------------------------------------------------------------------------
 

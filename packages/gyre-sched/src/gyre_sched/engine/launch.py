@@ -145,15 +145,21 @@ def check(config: EngineConfig, model: Path, *, moves: bool = False) -> None:
         raise EngineStartError("engine.max_tokens is 0, which needs a GPU; give the KV pool's size in tokens")
 
 
-def choose_port(config: EngineConfig) -> int:
-    """The configured port, or a free one. Raises `EngineStartError` when it is taken."""
-    with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a closed one may linger
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as e:
-            raise EngineStartError(
-                f"the engine cannot listen on {config.host}:{config.port}: {e.strerror}; stop what holds the port, or "
-                "set engine.port = 0 for a free one"
-            ) from e
-        return int(probe.getsockname()[1])
+def hold_port(config: EngineConfig) -> socket.socket:
+    """A socket that keeps the configured port, or a free one, for the engine, until it is closed.
+
+    It is bound and does not listen: nobody else is given the port meanwhile, neither for a server nor for a connection,
+    and the engine, whose socket may share an address as this one may, can still bind it, again and again. Between
+    choosing a port and binding it an engine spends half a minute loading. Raises `EngineStartError` when it is taken.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((config.host, config.port))
+    except OSError as e:
+        held.close()
+        raise EngineStartError(
+            f"the engine cannot listen on {config.host}:{config.port}: {e.strerror}; stop what holds the port, or "
+            "set engine.port = 0 for a free one"
+        ) from e
+    return held
