@@ -23,6 +23,7 @@ from gyre_sched.config import SchedConfig
 from gyre_sched.engine.config import EngineConfig
 from gyre_train.config import TrainConfig
 from gyre_train.feed.config import FeedConfig
+from gyre_transport import ports
 from gyre_transport.config import load, only, section
 from gyre_transport.errors import ConfigError
 from gyre_transport.kv.config import KvConfig
@@ -136,14 +137,10 @@ def _engine(engine: EngineConfig, base: Path, run_dir: RunDir) -> EngineConfig:
 
 
 def _proxy(proxy: Any) -> tuple[Any, socket.socket]:
-    """The proxy's section with its port, and a bound socket that keeps the port from others: one that does not listen
-    hinders no server that shares addresses, and so the proxy can be started, and started again."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """The proxy's section with its port, and what keeps the port for it."""
     try:
-        held.bind((proxy.host, proxy.port))
+        held = ports.hold(proxy.host, proxy.port)
     except OSError as e:
-        held.close()
         raise ConfigError(
             f"the proxy cannot listen on {proxy.host}:{proxy.port}: {e.strerror}; "
             "set proxy.port to a free port, or to 0"

@@ -18,6 +18,7 @@ from pathlib import Path
 from gyre_sched.engine.config import EngineConfig
 from gyre_sched.engine.keyed import KEY
 from gyre_sched.errors import EngineStartError
+from gyre_transport import ports
 from gyre_transport.keys import load_token
 from gyre_transport.kv import config as kv_config
 from gyre_transport.kv.config import LinkerConfig
@@ -146,20 +147,14 @@ def check(config: EngineConfig, model: Path, *, moves: bool = False) -> None:
 
 
 def hold_port(config: EngineConfig) -> socket.socket:
-    """A socket that keeps the configured port, or a free one, for the engine, until it is closed.
+    """Keep the configured port, or a free one, for the engine, which spends half a minute loading before it binds it.
 
-    It is bound and does not listen: nobody else is given the port meanwhile, neither for a server nor for a connection,
-    and the engine, whose socket may share an address as this one may, can still bind it, again and again. Between
-    choosing a port and binding it an engine spends half a minute loading. Raises `EngineStartError` when it is taken.
+    Raises `EngineStartError` when it is taken.
     """
-    held = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind((config.host, config.port))
+        return ports.hold(config.host, config.port)
     except OSError as e:
-        held.close()
         raise EngineStartError(
             f"the engine cannot listen on {config.host}:{config.port}: {e.strerror}; stop what holds the port, or "
             "set engine.port = 0 for a free one"
         ) from e
-    return held
