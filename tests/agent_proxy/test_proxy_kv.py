@@ -159,6 +159,10 @@ async def test_the_next_call_of_an_execution_that_lost_its_engine_brings_its_pag
         assert "a" not in running.pool.engines
         two.bench.brain.says("two")
         await text_of(api, [*ASK, {"role": "assistant", "content": first}, {"role": "user", "content": "more"}])
+        counts, known = running.service.metrics.counts, len(two.a.requests[0]["input_ids"]) + len("one") + 1
+        assert len(two.b.requests[0]["input_ids"]) > known
+        assert counts["relocated"] == 1
+        assert counts["relocated_tokens"] == counts["relocated_recomputed"] == known, "the rest was never computed"
         assert service.pulls[0].source == "ipc://of-a"
         assert service.tokens() == two.b.requests[0]["input_ids"]
         two.bench.brain.says("three")

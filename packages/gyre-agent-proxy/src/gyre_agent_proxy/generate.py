@@ -74,8 +74,12 @@ class Generation:
         sampling: Sampling,
         progress: Callable[[], None] = lambda: None,
         interval: int = 1,
+        computed: int = 0,
     ) -> None:
-        """interval: tokens that an engine may keep back to send them in one event; lost with it if it dies."""
+        """interval: tokens that an engine may keep back to send them in one event; lost with it if it dies.
+
+        computed: tokens the prompt begins with that engines have computed for an earlier call of the execution.
+        """
         self.output = Output()
         self._e = engines
         self._execution = execution
@@ -83,6 +87,7 @@ class Generation:
         self._sampling = sampling
         self._progress = progress
         self._interval = interval
+        self._computed = computed
         self._request: tuple[str, str, asyncio.Timeout] | None = None  # url, rid, limit of the one that is open
         self._leaving: asyncio.Task[None] | None = None  # aborts it
         self._certain: int | None = None  # as `Reader.certain`, of the last attempt
@@ -220,6 +225,8 @@ class Generation:
                 )
             )
             self._count_relocation(context)
+            if len(out.ids) > base:  # else nobody knows how far it came
+                self._computed = len(self._prompt) + len(out.ids)
             self._check_versions(base)
             self._check_stops(base)
             if self._sampling.constraint and out.ids and not (out.finish or self._abandoned):
@@ -237,11 +244,13 @@ class Generation:
         return end.removeprefix("error: ") if end.startswith("error") and not out.finish else None
 
     def _count_relocation(self, context: int) -> None:
+        """What is new in a call is computed wherever it goes, and counts for nothing here."""
         if self._came_from is not None and self._cached is not None:
             cached, restored = self._cached
+            computed = min(self._computed, context)  # a constrained answer begins again
             self._e.metrics.add("relocated")
-            self._e.metrics.add("relocated_tokens", context - cached + restored)
-            self._e.metrics.add("relocated_recomputed", context - cached)
+            self._e.metrics.add("relocated_tokens", max(0, computed - (cached - restored)))
+            self._e.metrics.add("relocated_recomputed", max(0, computed - cached))
 
     async def _exchange(self, state: EngineState, rid: str, base: int) -> str:
         """Send the request and read its stream; returns how it ended, in `Attempt.end`'s words."""

@@ -26,7 +26,7 @@ COUNTERS = (
     "kv_moves_failed",  # of those, fetches that did not work out
     "kv_tokens",  # tokens of the pages that were fetched
     "relocated",  # requests that went to another engine than their execution's last one, and were answered
-    "relocated_tokens",  # tokens these began with that the new engine had not computed itself
+    "relocated_tokens",  # tokens computed for them before that the new engine had not computed itself
     "relocated_recomputed",  # of those, tokens it computed again; the others' pages were restored
     "restarts",  # constrained answers that an engine did not finish, begun again
     "engine_failures",  # requests lost at an engine

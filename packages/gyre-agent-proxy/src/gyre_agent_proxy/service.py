@@ -84,7 +84,13 @@ class Service:
         attempt.thinking = self._renderer.thinking(plan.prompt[-16:].tolist())
         interval = 1 if request.stream else self._engines.config.whole_interval
         attempt.generation = Generation(
-            self._engines, name, plan.prompt, request.sampling, attempt.progress, interval=interval
+            self._engines,
+            name,
+            plan.prompt,
+            request.sampling,
+            attempt.progress,
+            interval=interval,
+            computed=plan.prefix,
         )
         execution.attempts.pop(request.digest, None)
         execution.attempts[request.digest] = attempt
