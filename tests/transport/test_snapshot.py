@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
+import threading
 
 import msgspec
 import numpy as np
 import pytest
 
 from gyre_transport import reads
+from gyre_transport import snapshot as snapshots
 from gyre_transport.backends.tcp import TcpChannel
 from gyre_transport.buffers import aligned
 from gyre_transport.errors import (
@@ -162,6 +165,21 @@ def test_a_version_that_moves_on_during_the_read(core, monkeypatch, after):
         return
     with pytest.raises(StaleVersion):
         pull(old, deadline=10, via="tcp")
+
+
+def test_a_source_that_is_too_busy_to_say_what_it_has_is_waited_for(core, monkeypatch):
+    old = publish(core, 1)
+    publish(core, 2)
+    plain = snapshots._current
+
+    def standing_still(*arguments):
+        os.kill(core.pid, signal.SIGSTOP)
+        threading.Timer(3.0, os.kill, (core.pid, signal.SIGCONT)).start()  # longer than an answer usually takes
+        return plain(*arguments)
+
+    monkeypatch.setattr(snapshots, "_current", standing_still)
+    with pytest.raises(StaleVersion, match="was replaced by version 2"):
+        pull(old, deadline=60, via="tcp")
 
 
 def test_a_version_that_was_mapped_stays_what_it_was(core):

@@ -52,6 +52,9 @@ __all__ = ["Entry", "Manifest", "Snapshot", "SnapshotSource", "Tensor", "pull"]
 
 log = logging.getLogger(__name__)
 
+_ASK = 2.0  # seconds the source may take to say which version it has, even when the reader has none left
+_AGAIN = 0.1  # seconds between two times it is asked
+
 
 class Snapshot(Mapping[str, tuple[str, tuple[int, ...], memoryview]]):
     """A pulled snapshot in local memory: name -> (dtype, shape, bytes). While it lives, it may be served to others."""
@@ -139,7 +142,7 @@ def pull(
         try:
             return _Pull(manifest, wanted, end, verify, into, share, via).run()
         except StaleDescriptor as e:
-            current = _current(manifest, via)
+            current = _current(manifest, via, end)
             if current is None:
                 raise
             if current == manifest.version and again:  # a connection was lost, or the next version is on its way
@@ -346,15 +349,24 @@ def _mapped(descriptor: Descriptor, nbytes: int, via: Backend | None) -> memoryv
     return memory
 
 
-def _current(manifest: Manifest, via: Backend | None) -> int | None:
-    """The version its source has now; None when the source is gone."""
+def _current(manifest: Manifest, via: Backend | None, end: float) -> int | None:
+    """The version its source has now; None when the source is gone, or has not said so by `end`.
+
+    Its machine was there a moment ago: one that does not answer at once may be busy with the next version.
+    """
     head = np.zeros(1, np.int64)
-    try:
-        # eight bytes are not worth a handshake of network cards
-        read(manifest.head, memoryview(head).cast("B"), deadline=2.0, via="tcp" if via == "verbs" else via)
-    except DataError:
-        return None
-    return int(head[0])
+    end = max(end, time.monotonic() + _ASK)
+    while True:
+        try:
+            # eight bytes are not worth a handshake of network cards
+            left = end - time.monotonic()
+            read(manifest.head, memoryview(head).cast("B"), deadline=left, via="tcp" if via == "verbs" else via)
+            return int(head[0])
+        except DataError as e:
+            if not isinstance(e, Unreachable) or time.monotonic() + _AGAIN >= end:
+                log.info("the source of %s does not say what it has: %s", manifest.content, str(e))
+                return None
+        time.sleep(_AGAIN)
 
 
 def _each[T](function: Any, items: list[T]) -> None:
