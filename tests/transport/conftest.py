@@ -140,7 +140,7 @@ def _no_leak(_warm: None, eventually: Callable[..., None]) -> Iterator[None]:
             tcp.disconnect()
         return all(now <= then for now, then in zip(_held(), before, strict=True))  # ZeroMQ closes sockets in a thread
 
-    eventually(clean, within=15.0)
+    eventually(clean)
     new = set(os.listdir("/dev/shm")) - shared
     ours = {f for f in new if "gyre" in f and not f.startswith("gyre-cell-")}  # those are of a run beside the tests
     assert not ours

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -88,7 +89,7 @@ def hold(owner, way, eventually) -> Iterator[Callable[..., SimpleNamespace]]:
     for region in held:
         owner.ask("close", region=region)
     disconnect()
-    eventually(lambda: all(owner.ask("count")[k] <= n for k, n in before.items()), within=20.0)
+    eventually(lambda: all(owner.ask("count")[k] <= n for k, n in before.items()))
 
 
 @pytest.fixture
@@ -398,12 +399,24 @@ def test_a_cancelled_read(hold, way, monkeypatch, eventually):
     assert np.array_equal(into, pattern(LARGE, 1))
 
 
+def once_cancelled(transfer, go: threading.Event) -> None:
+    """Let a `blocked` read go on when it was cancelled: its worker may be interrupted between pieces only."""
+
+    def watch() -> None:
+        end = time.monotonic() + LONG
+        while transfer._error is None and time.monotonic() < end:
+            time.sleep(0.01)
+        go.set()
+
+    threading.Thread(target=watch).start()
+
+
 def test_a_wait_that_ends_cancels(hold, way, monkeypatch):
     held = hold(LARGE)
     reached, go = blocked(monkeypatch, way)
     transfer = read_many([Part(held.descriptor, bytearray(LARGE))], deadline=LONG, workers=1, via=way.via)
     assert reached.wait(LONG)
-    threading.Timer(0.3, go.set).start()  # the worker may be interrupted between pieces only
+    once_cancelled(transfer, go)
     with pytest.raises(DeadlineExceeded, match=f"of {LARGE:,} bytes"):
         transfer.wait(0.05)
     assert not transfer.running
@@ -415,7 +428,7 @@ def test_leaving_a_transfer_cancels_it(hold, way, monkeypatch):
     reached, go = blocked(monkeypatch, way)
     with read_many([Part(held.descriptor, bytearray(LARGE))], deadline=LONG, workers=1, via=way.via) as transfer:
         assert reached.wait(LONG)
-        threading.Timer(0.1, go.set).start()
+        once_cancelled(transfer, go)
     with pytest.raises(Cancelled):
         transfer.wait()
 
