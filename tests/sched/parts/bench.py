@@ -8,7 +8,7 @@ from gyre_sched import protocol as p
 from gyre_sched.service import Service
 from gyre_transport.bus import Client, Subscriber
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class Bench:
