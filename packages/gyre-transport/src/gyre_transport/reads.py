@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from gyre_transport.backends.channel import Piece
@@ -53,7 +53,12 @@ def read(
     end = time.monotonic() + deadline
     if expect is not None and descriptor.content != expect:
         raise OtherContent(f"expected {expect}, got a descriptor of {descriptor.content}; ask for the current one")
-    pieces = list(_cut(Part(descriptor, into, offset)))
+    local = view(into, writable=True)
+    _match(descriptor, local, offset)
+    pieces = list(_stretch(descriptor, local, offset or 0, local.nbytes))
+    if len(pieces) == 1 and notify is None:
+        _one(pieces[0], end, via)
+        return
     workers = streams(descriptor, sum(p.into.nbytes for p in pieces), via, _STREAM)
     transfer = Transfer(pieces, end=end, via=via, notify=notify)
     if workers == 1:
@@ -110,7 +115,7 @@ def read_chunks(
     starts = range(0, descriptor.nbytes, chunk_bytes)
     size = min(chunk_bytes, descriptor.nbytes)
     rooms = [view(bytearray(size), writable=True) for _ in starts[:2]]
-    with open_channel(descriptor, end=end, adopt=lambda interrupt: None, via=via) as channel:
+    with open_channel(descriptor, end=end, adopt=_nobody, via=via) as channel:
 
         def ask(number: int) -> list[Piece]:
             if number >= len(starts):
@@ -130,6 +135,18 @@ def read_chunks(
             _in_time(end, start + sum(p.into.nbytes for p in asked), descriptor)
             yield start, rooms[number % 2].bytes[: sum(p.into.nbytes for p in asked)]
             asked = following
+
+
+def _one(piece: Piece, end: float, via: Backend | None) -> None:
+    """Read one piece in this thread: nobody can cancel it, so there is nothing to keep about it."""
+    _in_time(end, 0, piece.descriptor)
+    with open_channel(piece.descriptor, end=end, adopt=_nobody, via=via) as channel:
+        channel.submit(piece)
+        channel.complete()
+
+
+def _nobody(interrupt: Callable[[], None]) -> None:
+    """Interrupts a read that is only this thread's."""
 
 
 def _cut(part: Part) -> Iterator[Piece]:

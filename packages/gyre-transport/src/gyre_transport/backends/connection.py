@@ -40,7 +40,7 @@ class Connection:
         self.key = (endpoint, descriptor.owner.generation)
         self.idle_since = 0.0
         self._number = 0
-        self._armed = (0.0, 0.0)  # the deadline that the socket's times were last set for, and when
+        self._patience = 0.0  # seconds after which the socket's calls return
         family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -48,6 +48,8 @@ class Connection:
             self._connect(endpoint, end)
             self._nonces = self._greet(endpoint, end)
             self.socket.settimeout(None)  # the kernel keeps the time, or every call would be two
+            self._waits = select.poll()
+            self._waits.register(self.socket, select.POLLIN)
         except BaseException:
             self.socket.close()
             raise
@@ -69,6 +71,23 @@ class Connection:
         head = bytearray(wire.ANSWER.size)
         self._arm(end)
         self.fill([memoryview(head)], end)
+        return self._nbytes(head)
+
+    def receive(self, nbytes: int, parts: list[memoryview], end: float) -> bool:
+        """Receive the oldest answer of `nbytes` with its seal into `parts`; whether it has that many.
+
+        What has come is taken with the head in one system call. Raises what a refusal means.
+        """
+        head = bytearray(wire.ANSWER.size)
+        self._arm(end)
+        left = self.fill([memoryview(head), *parts], end, least=len(head))
+        if self._nbytes(head) != nbytes:
+            return False
+        if left:
+            self.fill(left, end)
+        return True
+
+    def _nbytes(self, head: bytearray) -> int:
         status, _, nbytes = wire.ANSWER.unpack(head)
         if status == Status.OK:
             return int(nbytes)
@@ -78,13 +97,16 @@ class Connection:
             raise DataError(f"{self.owner} takes no calls on that memory, or failed to handle one; its log says more")
         raise StaleDescriptor(f"the memory of {self.owner} was deregistered; ask it for a new descriptor")
 
-    def fill(self, parts: list[memoryview], end: float) -> None:
-        """Receive until all `parts` are full."""
+    def fill(self, parts: list[memoryview], end: float, least: int | None = None) -> list[memoryview]:
+        """Receive until all `parts` are full, or have `least` bytes; returns what is left of them."""
+        flags = socket.MSG_WAITALL if least is None else 0
+        came = 0
         try:
-            while parts:
-                n = self.socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+            while parts and (least is None or came < least):
+                n = self.socket.recvmsg_into(parts, 0, flags)[0]
                 if not n:
                     raise EOFError
+                came += n
                 whole = 0
                 while whole < len(parts) and n >= parts[whole].nbytes:
                     n -= parts[whole].nbytes
@@ -96,6 +118,7 @@ class Connection:
                         raise TimeoutError
         except (EOFError, OSError) as e:
             raise self._lost(e, end) from e
+        return parts
 
     def interrupt(self) -> None:
         """From another thread: whatever waits on the connection returns now, with an error."""
@@ -111,11 +134,11 @@ class Connection:
     @property
     def usable(self) -> bool:
         """Whether an idle connection is still up: its peer has neither closed it nor spoken out of turn."""
-        return not select.select([self.socket], [], [], 0)[0] if self.socket.fileno() >= 0 else False
+        return self.socket.fileno() >= 0 and not self._waits.poll(0)
 
     def lost(self, end: float) -> DataError | None:
         """What has become of a connection on which nothing is under way: None while it is up."""
-        if not select.select([self.socket], [], [], 0)[0]:
+        if not self._waits.poll(0):
             return None
         try:
             if self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
@@ -170,14 +193,13 @@ class Connection:
         return mine + bytes(nonce)
 
     def _arm(self, end: float) -> None:
-        now = time.monotonic()
-        left = end - now
+        left = end - time.monotonic()
         if left <= 0:
             raise _late(end, f"no answer from {self.owner}")
-        if end == self._armed[0] and now - self._armed[1] < _LATER:
+        if left <= self._patience < left + _LATER:
             return
-        self._armed = (end, now)
-        timeval = struct.pack("@ll", int(left), int(left % 1 * 1e6) or 1)
+        self._patience = patience = left + _LATER / 2  # so that the next read with such a deadline need not set it
+        timeval = struct.pack("@ll", int(patience), int(patience % 1 * 1e6))
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 

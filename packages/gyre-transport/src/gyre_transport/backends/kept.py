@@ -1,4 +1,4 @@
-"""Idle connections, kept for the next read: at most `KEPT` of a key, for `_KEEP` seconds."""
+"""Idle connections, kept for the next read: at most `KEPT` of a key, for about `_KEEP` seconds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 KEPT = 4
 _KEEP = 10.0  # seconds, less than a server's patience
+_SWEEP = 1.0  # seconds between two looks at all that is kept
 
 
 class Keepable(Protocol):
@@ -38,12 +39,13 @@ class Kept[C: Keepable]:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.idle: dict[Hashable, list[C]] = {}
+        self._swept = 0.0
         _pools.append(self)
 
     def take(self, key: Hashable) -> C | None:
         """A connection that is up, or None."""
         with self._lock:
-            self._sweep()
+            self._sweep(time.monotonic())
             connections = self.idle.get(key, [])
             while connections:
                 connection = connections.pop()
@@ -56,7 +58,7 @@ class Kept[C: Keepable]:
         """Keep a connection."""
         connection.idle_since = time.monotonic()
         with self._lock:
-            self._sweep()
+            self._sweep(connection.idle_since)
             connections = self.idle.setdefault(connection.key, [])
             if len(connections) < KEPT:
                 connections.append(connection)
@@ -79,8 +81,10 @@ class Kept[C: Keepable]:
                 connection.abandon()
         self.idle = {}
 
-    def _sweep(self) -> None:
-        before = time.monotonic() - _KEEP
+    def _sweep(self, now: float) -> None:
+        if now < self._swept + _SWEEP:
+            return
+        self._swept, before = now, now - _KEEP
         for key, connections in list(self.idle.items()):
             for connection in [c for c in connections if c.idle_since < before]:
                 connections.remove(connection)

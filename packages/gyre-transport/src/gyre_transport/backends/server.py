@@ -139,7 +139,9 @@ class Server:
             if events & selectors.EVENT_READ:
                 session.receive()
             session.send()
-            self._selector.modify(session.socket, session.events, session)
+            if (wanted := session.events) != session.awaited:
+                self._selector.modify(session.socket, wanted, session)
+                session.awaited = wanted
         except Malformed as e:
             log.warning("closed a connection that does not speak the protocol: %s", e)
             self._drop(session)

@@ -55,6 +55,7 @@ class Session:
     def __init__(self, peer: socket.socket, record: Record, exposures: Exposures) -> None:
         self.socket = peer
         self.active = time.monotonic()
+        self.awaited = selectors.EVENT_READ  # what the server waits for now
         self._record, self._exposures = record, exposures
         self._reached: Reached | None = None  # the client's queue pairs
         self._nonces = b""

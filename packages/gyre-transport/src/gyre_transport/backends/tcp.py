@@ -58,11 +58,9 @@ class TcpChannel:
         if self._batch and len(self._asked) < 2:  # nothing to gain by waiting for more
             self._ask()
         asked = self._asked.popleft()
-        nbytes, seal = self._connection.answer(self._end), bytearray(wire.MAC_BYTES)
-        if nbytes != asked.nbytes:
-            raise _other(self._descriptor)
-        self._connection.fill([*(p.into for p in asked.pieces), memoryview(seal)], self._end)
-        if not hmac.compare_digest(seal, asked.seal):
+        seal = bytearray(wire.MAC_BYTES)
+        parts = [*(p.into for p in asked.pieces), memoryview(seal)]
+        if not self._connection.receive(asked.nbytes, parts, self._end) or not hmac.compare_digest(seal, asked.seal):
             raise _other(self._descriptor)
         self._came = len(asked.pieces) - 1
 
