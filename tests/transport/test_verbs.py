@@ -57,6 +57,18 @@ def test_active_ports_and_their_addresses(sysfs):
     assert ports(sysfs / "nothing") == []
 
 
+def test_whether_a_port_is_active_is_known_without_its_addresses(sysfs, monkeypatch):
+    looked_at = []
+    plain = fabric._read
+    monkeypatch.setattr(fabric, "_read", lambda path: looked_at.append(path.name) or plain(path))
+    assert fabric.active(sysfs)
+    assert set(looked_at) == {"state"}
+    (sysfs / "mlx5_0" / "ports" / "1" / "state").write_text("1: DOWN\n")
+    (sysfs / "mlx5_2" / "ports" / "1" / "state").write_text("2: INIT\n")
+    assert not fabric.active(sysfs)
+    assert not fabric.active(sysfs / "nothing")
+
+
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [

@@ -76,7 +76,7 @@ def streams(descriptor: Descriptor, nbytes: int, via: Backend | None, stream_byt
         return 1
     local, rdma = descriptor.owner.host == host(), descriptor.endpoint is not None and descriptor.endpoint.rdma
     first = next((b for b in candidates(descriptor, via) if b != "shm" or local), None)
-    if first == "shm" or (first == "verbs" and rdma and fabric.ports()):
+    if first == "shm" or (first == "verbs" and rdma and fabric.active()):
         return 1
     return most
 

@@ -52,6 +52,11 @@ def ports(root: Path = _ROOT) -> list[Port]:
     return found
 
 
+def active(root: Path = _ROOT) -> bool:
+    """Whether there is an active port; for every read, so its table of addresses, often of 256 or more, is not read."""
+    return any(_read(path / "state") == _ACTIVE for path in root.glob("*/ports/*"))
+
+
 def choose(
     candidates: Iterable[Port], *, links: Iterable[str], device: str = "", near: str = ""
 ) -> tuple[Port, Gid] | None:
