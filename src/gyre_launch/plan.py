@@ -1,6 +1,8 @@
 """The process plan: which processes a run has, in the order they start.
 
 scheduler, feed, proxy ─▶ cell agents (all at once; each brings up an engine and a trainer) ─▶ runner
+
+A standalone engine is a cell without a trainer, numbered after the others.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def plan(resolved: Resolved) -> tuple[Planned, ...]:
             stage=1,
             ready_within=cell_timeout,
         )
-        for cell in range(sched.cells)
+        for cell in range(sched.cells + sched.standalone)
     ]
     return (
         ours("scheduler", "gyre_sched.cli", "serve", stage=0, within=60),

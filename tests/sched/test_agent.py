@@ -208,6 +208,20 @@ async def test_a_satellite_without_a_trainer_stays_in_rollout(rig: Rig) -> None:
     assert not running.done()
 
 
+async def test_a_standalone_engine_has_no_trainer_and_says_so(rig: Rig) -> None:
+    running = await rig.up(cell=1, sched="cells = 1\nstandalone = 1")
+    assert rig.agent.trainer.pid is None
+    state = await rig.scheduler.state(lambda s: True, wait=WAIT)
+    assert (state.routable, state.trainer_alive) == (True, False)
+    reply = await rig.ask(p.EnterTraining())
+    assert isinstance(reply, p.Failed)
+    assert "does not train" in reply.detail
+    assert not rig.agent.engine.released
+    assert isinstance(await rig.ask(p.EnterRollout(version=0, manifest=b"")), p.Done)
+    assert isinstance(await rig.ask(p.StopCell()), p.Done)
+    await rig.end(running)
+
+
 async def test_reports_of_another_cells_trainer_are_refused(rig: Rig) -> None:
     await rig.up()
     with pytest.raises(Exception, match="trainer of cell 4 reports to the agent of cell 0"):

@@ -184,7 +184,8 @@ def test_other_bytes_are_no_line(line):
 def test_durations_and_the_readable_list(tmp_path, capsys):
     path = tmp_path / "journal"
     events = write(path)
-    assert durations(events) == {0: {"starting": 1.5, "rollout": 1.25}, 1: {"starting": 4.0}}
+    told = {0: {"starting": 1.5, "rollout": 1.25, "draining": 1.5}, 1: {"starting": 4.0, "rollout": 0.0}}
+    assert durations(events) == told, "the last role of each until the last event"
     assert cli.main(["journal", str(path)]) == 0
     out = capsys.readouterr().out
     assert "transfer" in out

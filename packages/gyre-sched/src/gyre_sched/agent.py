@@ -6,7 +6,8 @@
               ── StopCell      ──▶ trainer "stop" (saves, exits) ─▶ engine ends ──▶ Done, and the agent exits
               ◀─ CellHello once, CellState at every heartbeat and change
 
-Both processes stay up for the whole run. One switch is carried out at a time; StopCell interrupts it.
+Both processes stay up for the whole run. One switch is carried out at a time; StopCell interrupts it. A standalone
+engine (`cell` from sched.cells on) is a cell without a trainer: it takes weights, and never trains.
 """
 
 from __future__ import annotations
@@ -270,7 +271,8 @@ class CellAgent:
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.engine.start())
-            group.create_task(self.trainer.start(deadline=self._sched.start_timeout))
+            if self.cell < self._sched.cells:
+                group.create_task(self.trainer.start(deadline=self._sched.start_timeout))
         await self._first_hello()
         log.info("cell %d is up after %.1f s: %s", self.cell, time.monotonic() - began, self.engine.url)
         ready(engine_url=self.engine.url, engine_pid=self.engine.pid, trainer_pid=self.trainer.pid)

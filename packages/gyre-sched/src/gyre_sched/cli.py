@@ -158,7 +158,8 @@ def parser() -> argparse.ArgumentParser:
 
     agent = commands.add_parser("agent", help="run the agent of one cell until SIGTERM")
     agent.add_argument("--config", type=Path, required=True, help="a run's resolved config.toml")
-    agent.add_argument("--cell", type=int, required=True, help="index of the cell; 0 is the core")
+    index = "index of the cell; 0 is the core, from sched.cells on they are standalone engines"
+    agent.add_argument("--cell", type=int, required=True, help=index)
     agent.set_defaults(run=_agent)
 
     status = commands.add_parser("status", help="print what a running scheduler knows")

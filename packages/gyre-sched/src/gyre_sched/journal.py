@@ -166,13 +166,19 @@ def _readable(line: bytes) -> bool:
 
 
 def durations(events: Iterable[Event]) -> dict[int, dict[str, float]]:
-    """Seconds each cell spent in each role it has left."""
+    """Seconds each cell spent in each role, the present one until the last event."""
     spent: dict[int, dict[str, float]] = {}
+    now: dict[int, tuple[str, float]] = {}  # role, since
+    at = 0.0
     for event in events:
+        at = event.at
         if event.kind == "role" and event.cell is not None:
             roles = spent.setdefault(event.cell, {})
             role = str(event.numbers["from"])
             roles[role] = roles.get(role, 0.0) + float(event.numbers["seconds"] or 0.0)
+            now[event.cell] = str(event.numbers["to"]), at
+    for cell, (role, since) in now.items():
+        spent[cell][role] = spent[cell].get(role, 0.0) + at - since
     return spent
 
 

@@ -25,7 +25,8 @@ STATES = ("starting", "idle", "training")
 
 
 class TrainerHost:
-    """Owns one trainer. `changed` is called whenever `alive`, `state` or `detail` does."""
+    """Owns one trainer, or none while it was not started. `changed` is called whenever `alive`, `state` or `detail`
+    does."""
 
     def __init__(
         self,
@@ -84,7 +85,9 @@ class TrainerHost:
             self._news.notify_all()
 
     def require(self) -> None:
-        """Raise `TrainerError` when the trainer was given up: it will never enter again."""
+        """Raise `TrainerError` when there is no trainer, or it was given up: it will never enter again."""
+        if self._child is None:
+            raise TrainerError(f"{self.name} was never started: a standalone engine does not train")
         if self._given_up:
             raise TrainerError(f"{self.name} {self.detail}")
 
