@@ -69,6 +69,9 @@ class World:
         self.declines = ""  # why no execution is replaced
         self.refuses = ""  # an execution whose end the scheduler does not take
 
+        self.early = 0  # times a burst was asked for too early
+        self.ahead = False  # a burst is granted as soon as all before were started
+
     def context(self) -> Context:
         return Context(self.folder / "config.toml")
 
@@ -83,7 +86,10 @@ class World:
             case sched.OpenBurst(burst=burst, executions=executions, tasks=tasks):
                 assert len(tasks) * self.context().batch.group_size == executions
                 self.asked[burst] += 1
-                if self.asked[burst] == 1 or len(self.submitted) < self.dispatched:
+                done = len(self.started) if self.ahead else len(self.submitted)
+                on_their_way = self.capacity if self.ahead else 0
+                self.early += done + on_their_way < self.dispatched
+                if self.asked[burst] == 1 or done < self.dispatched:
                     return sched.NotYet(reason="cells are training", retry=0.01)
                 self.dispatched += executions
                 return sched.Granted(burst=burst, capacity=self.capacity, order=self.order)
@@ -188,6 +194,39 @@ async def make_world(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     yield make
     for close in closing:
         await close()
+
+
+HOLDS = """
+import os, pathlib, time
+bursts = pathlib.Path(__file__).with_name("bursts")
+bursts.mkdir(exist_ok=True)
+mine = os.environ["GYRE_EXECUTION"]
+(bursts / mine).touch()
+while mine == "b0-g00-e0" and not list(bursts.glob("b2-*")):
+    time.sleep(0.05)
+pathlib.Path("answer.txt").write_text("0.5")
+"""
+
+
+async def test_continuous_admission_asks_for_the_next_burst_while_the_last_one_goes_on(
+    make_world: Callable[..., Any],
+) -> None:
+    """The first execution ends only after one of the third burst has begun."""
+    world = await make_world(HOLDS, steps=6, group_size=2)
+    world.ahead = True
+    config = world.folder / "config.toml"
+    config.write_text(config.read_text() + '[sched]\nadmission = "continuous"\n')
+    async with asyncio.timeout(120):
+        await serve(world.context())
+    assert len(world.submitted) == 12
+    assert world.most_alive == world.capacity
+    assert not world.early, "nobody waited for a place"
+
+
+async def test_without_it_a_burst_is_asked_for_when_the_last_one_has_ended(make_world: Callable[..., Any]) -> None:
+    world = await make_world(steps=4)
+    await serve(world.context())
+    assert not world.early
 
 
 async def test_bursts_to_the_end(make_world: Callable[..., Any]) -> None:

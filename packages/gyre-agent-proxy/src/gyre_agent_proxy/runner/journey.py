@@ -27,6 +27,7 @@ from gyre_agent_proxy.runner.owner import mark
 from gyre_agent_proxy.runner.peers import Closed, Peers
 from gyre_agent_proxy.runner.places import Place, Places
 from gyre_agent_proxy.runner.scoring import Scorer
+from gyre_agent_proxy.runner.slots import Slots
 from gyre_agent_proxy.runner.tasks import Task
 from gyre_agent_proxy.runner.workspace import prepare
 from gyre_traj.intake import Ending, Outcome, Submit
@@ -88,7 +89,7 @@ class Journey:
         self._places = places
         self._suspicion = Suspicion(group_size)
 
-    async def travel(self, name: str, slots: asyncio.Semaphore) -> None:
+    async def travel(self, name: str, slots: Slots) -> None:
         """Take execution `name`, and each one that replaces it, to submitted.
 
         `slots` is held from before a start until the scheduler knows the end. Cancelling stops the harness and judges
@@ -99,7 +100,7 @@ class Journey:
             await self._one(name, slots)
             name = self._ledger.row(name).replaced_by
 
-    async def _one(self, name: str, slots: asyncio.Semaphore) -> None:
+    async def _one(self, name: str, slots: Slots) -> None:
         row = self._ledger.row(name)
         if row.state not in UNFINISHED:
             return

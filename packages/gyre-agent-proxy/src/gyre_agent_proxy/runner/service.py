@@ -4,6 +4,8 @@
          ▲                                        │ each travels to submitted (journey.py)
          └──────── all submitted ◀────────────────┘        after the last burst: wait for every fate, exit
 
+With sched.admission = "continuous" the next burst is asked for as soon as nobody waits for a place.
+
 Beside it: fates are polled from the feed into the ledger, counters are written to metrics/runner.json.
 """
 
@@ -32,6 +34,7 @@ from gyre_agent_proxy.runner.ledger import RUNNABLE, UNFINISHED, Ledger, State
 from gyre_agent_proxy.runner.owner import alone, owner_name
 from gyre_agent_proxy.runner.peers import Peers
 from gyre_agent_proxy.runner.scoring import Scorer
+from gyre_agent_proxy.runner.slots import Slots
 from gyre_traj.intake import Fate
 from gyre_transport.config import section
 from gyre_transport.process import follow_parent, ready
@@ -61,6 +64,7 @@ class Runner:
         if not tokens and model.path:
             tokens = context_of(Path(model.path))
         self._harness = harness(config, model.name, self._proxy_url, instructions, context=tokens)
+        self._continuous = context.data.get("sched", {}).get("admission") == "continuous"
         self._order = dispatch.order(list(self._tasks), context.run.seed if config.order == "shuffled" else None)
         instructions.mkdir(parents=True, exist_ok=True)
         for task in tasks:
@@ -102,8 +106,7 @@ class Runner:
                     tasks.create_task(self._fates(peers), name="fates"),
                     tasks.create_task(progress.report(metrics, self._counters), name="progress"),
                 )
-                for index in range(self._context.run.steps // self._context.batch.per_burst):
-                    await self._burst(index, journey, peers)
+                await self._bursts(journey, peers)
                 await self._all_fates()
                 for task in beside:
                     task.cancel()
@@ -139,27 +142,41 @@ class Runner:
     def _counters(self) -> progress.Counters:
         return progress.counters(self._ledger, self._scorer.failures)
 
-    async def _burst(self, index: int, journey: Journey, peers: Peers) -> None:
+    async def _bursts(self, journey: Journey, peers: Peers) -> None:
+        """Dispatch all bursts; returns when all their executions were submitted."""
+        slots = Slots()
+        last = max((row.burst for row in self._ledger.rows()), default=0)  # an earlier runner came that far
+        async with asyncio.TaskGroup() as group:
+            for index in range(self._context.run.steps // self._context.batch.per_burst):
+                names = await self._open(index, peers, slots, granted=index < last)
+                burst = [group.create_task(journey.travel(name, slots), name=name) for name in names]
+                if burst and not self._continuous:
+                    await asyncio.wait(burst)
+                elif index >= last:
+                    await asyncio.sleep(0)  # they queue for places first, in this order: groups start one after another
+                    await slots.nobody_waits()
+
+    async def _open(self, index: int, peers: Peers, slots: Slots, *, granted: bool) -> list[str]:
+        """The executions of burst `index`, in the order they start. granted: so was a later one, by which this one
+        needs no grant."""
         planned = dispatch.burst(index, self._context.batch, self._order)
         before = {row.id: row for row in self._ledger.rows(index)}
         if before and not any(row.state in UNFINISHED for row in before.values()):
-            return  # an earlier runner of this run finished it
+            return []  # an earlier runner of this run finished it
         # A replacement is counted by the scheduler once it was told, which is sure when what it replaces went further.
         counted = [r for r in before.values() if not r.replaces or before[r.replaces].state is not State.JUDGED]
-        if before and not any(row.state in RUNNABLE for row in counted):
-            capacity = len(planned)  # only scoring and submission are left; the scheduler may have ended the burst
-        else:
+        most = len(planned)
+        if not granted and not (before and not any(row.state in RUNNABLE for row in counted)):
             size = self._context.batch.group_size
             tasks_of = [p.task for p in planned[::size]]
-            granted = await peers.grant(index, len(planned), tasks_of, self._config.grant_within)
-            capacity, planned = granted.capacity, dispatch.in_order(planned, granted.order, size)
+            grant = await peers.grant(index, len(planned), tasks_of, self._config.grant_within)
+            most, planned = grant.capacity, dispatch.in_order(planned, grant.order, size)
             self._ledger.dispatch([(p.execution, p.task, p.group) for p in planned], index)
-        alive = min(capacity, self._config.concurrency or capacity)
-        log.info("burst %d: %d executions, at most %d at a time", index, len(planned), alive)
-        slots = asyncio.Semaphore(alive)  # first come, first served: groups start in order
-        async with asyncio.TaskGroup() as tasks:
-            for p in planned:
-                tasks.create_task(journey.travel(p.execution, slots), name=p.execution)
+        # else only scoring and submission are left; the scheduler may have ended the burst
+        if not granted:
+            slots.resize(min(most, self._config.concurrency or most))
+            log.info("burst %d: %d executions, at most %d harnesses at a time", index, len(planned), most)
+        return [p.execution for p in planned]
 
     async def _fates(self, peers: Peers) -> None:
         since = 0
