@@ -18,7 +18,8 @@ import sys
 import time
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_GRACE = 5.0
+_GRACE = 5.0  # seconds for PROGRAM to end by itself
+_GONE = 8.0  # seconds for what was killed to be gone: memory is given back first, which takes a busy machine long
 
 
 def _children() -> list[int]:
@@ -52,7 +53,8 @@ def _end_tree(program: "subprocess.Popen[bytes]", grace: float, stop: list[int])
     end = time.monotonic() + grace
     while program.poll() is None and time.monotonic() < end and len(stop) < 2:
         time.sleep(0.02)
-    for _ in range(200):
+    end = time.monotonic() + _GONE
+    while True:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(program.pid, signal.SIGKILL)
         program.poll()
@@ -63,6 +65,8 @@ def _end_tree(program: "subprocess.Popen[bytes]", grace: float, stop: list[int])
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > end:
+            break
         time.sleep(0.01)
     print(f"guard: could not end the processes {left}", file=sys.stderr)  # noqa: T201
 
