@@ -38,7 +38,7 @@ from gyre_transport.snapshot import SnapshotSource
 
 PARTS = Path(__file__).parent / "parts"
 TENSOR = ("F32", (4,), np.arange(4, dtype="f4"))
-WAIT = 60.0  # seconds until a test gives up
+WAIT = 120.0  # seconds until a test gives up
 
 
 class Rig:
