@@ -227,7 +227,7 @@ def begin(faults: int) -> World:
     return world
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)  # a minute of computing, on a machine with nothing else to do
 @pytest.mark.parametrize("faults", [0, 1])
 def test_every_interleaving(faults):
     start = begin(faults)
