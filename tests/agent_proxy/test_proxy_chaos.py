@@ -91,7 +91,7 @@ async def test_random_events(bench, seed):
         assert counts["calls"] == EXECUTIONS * CALLS
         assert counts["calls_moved"] > 0
         assert not any(s.active for s in proxy.pool.engines.values())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while any(e.running for e in engines):  # no orphan
                 await asyncio.sleep(0.01)
 
@@ -99,6 +99,7 @@ async def test_random_events(bench, seed):
     check_logs(bench, engines, EXECUTIONS)
 
 
+@pytest.mark.timeout(900)  # a proxy is started eleven times
 async def test_the_proxy_is_killed_ten_times(bench, free_port, tmp_path):
     """Clients only repeat what they lost: every call is answered, and recorded once."""
     engines = [await bench.engine() for _ in range(3)]
@@ -156,7 +157,7 @@ async def test_the_proxy_is_killed_ten_times(bench, free_port, tmp_path):
     finally:
         process.terminate()
         await process.wait()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while any(e.running for e in engines):  # no orphan
             await asyncio.sleep(0.01)
     for path in bench.calls.glob("*.gtraj"):
