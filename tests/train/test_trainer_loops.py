@@ -133,9 +133,9 @@ class Stage:
         return self._kept(Script(f"ipc://{self._folder}/agent", sched.AgentRequest, TrainerReport=orders))
 
     def link(self) -> Link:
-        return self._kept(Link("feed", f"ipc://{self._folder}/feed", protocol.Reply, patience=5.0))
+        return self._kept(Link("feed", f"ipc://{self._folder}/feed", protocol.Reply, patience=60.0))
 
-    def orders(self, patience: float = 5.0) -> Agent:
+    def orders(self, patience: float = 60.0) -> Agent:
         return self._kept(Agent(f"ipc://{self._folder}/agent", 1, patience=patience))
 
     def keeper(self) -> LeaseKeeper:
@@ -205,7 +205,7 @@ def test_a_satellite_takes_the_version_and_hands_over_what_it_computed(
     def take(request: HandOver) -> Taken:
         for descriptor in msgspec.msgpack.decode(request.gradients, type=tuple[Descriptor, ...]):
             room = torch.empty(descriptor.nbytes // 4)
-            read(descriptor, room, deadline=5)
+            read(descriptor, room, deadline=60)
             handed.append(room.tolist())
         return Taken()
 
