@@ -85,7 +85,8 @@ def measure(rounds: int) -> dict[str, list[float]]:
 def perftest() -> float:
     """Seconds that ib_read_bw takes for as many bytes in messages of the same size, on as many queue pairs.
 
-    Setting up is in neither. The difference of a long run and a short one: what it says itself rests on cycle counters, which are not emulated.
+    Setting up is in neither. The difference of a long run and a short one: what it says itself rests on cycle counters,
+    which are not emulated.
     """
     few, many = 5, 5 + _READS * _NBYTES // _MESSAGE // _PAIRS
     return ib_read_bw(many) - ib_read_bw(few)
@@ -119,7 +120,8 @@ def report(seconds: dict[str, list[float]]) -> str:
     ours, theirs = (statistics.median(seconds[name]) for name in ("gyre", "perftest"))
     return (
         "| way | bytes a second, of ib_read_bw's |\n| --- | --- |\n"
-        f"| gyre over verbs, {_READS} reads of {_NBYTES >> 20} MiB in messages of {_MESSAGE >> 20} MiB, {_PAIRS} queue pairs | "
+        f"| gyre over verbs, {_READS} reads of {_NBYTES >> 20} MiB in messages of {_MESSAGE >> 20} MiB, {_PAIRS} queue "
+        f"pairs | "
         f"{theirs / ours:.2f} |\n\n"
         f"seconds a round, ours: {_list(seconds['gyre'])}; theirs: {_list(seconds['perftest'])}"
     )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 import select
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
+
+from gyre_transport.gpu import memory
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 _WAIT = 60.0  # seconds until a test that waits has failed
@@ -84,6 +87,19 @@ def script() -> Iterator[Callable[..., Script]]:
     yield start
     for s in started:
         s.close()
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> Any:
+    """A scripted GPU (`scripts/scripted_gpu.py`); its tensors are known to gyre_transport."""
+    spec = importlib.util.spec_from_file_location("scripted_gpu", _SCRIPTS / "scripted_gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = module.Gpu()
+    monkeypatch.setitem(memory.KINDS, "scripted", made.memory)
+    return made
 
 
 @pytest.fixture

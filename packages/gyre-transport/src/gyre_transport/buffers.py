@@ -1,7 +1,7 @@
 """Local memory as bytes: what may be registered, published or read into, and the names of its types.
 
-Anything that is C-contiguous: numpy arrays, torch tensors on the CPU (through `data_ptr`; torch is not imported), and
-objects of the buffer protocol. Everything else is refused: a copy made here would be a copy nobody sees.
+Anything that is C-contiguous: numpy arrays, torch tensors (through `data_ptr`; torch is not imported), and objects of
+the buffer protocol. Everything else is refused: a copy made here would be a copy nobody sees.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import math
 import mmap
 import os
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -71,7 +71,7 @@ def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 class Buffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Contiguous local memory; `bytes` keeps it alive."""
+    """Contiguous local memory; `bytes` keeps it alive, and is a `gpu.memory.GpuBytes` where `anywhere` found a GPU."""
 
     bytes: memoryview  # [nbytes], format "B"
     address: int
@@ -148,6 +148,28 @@ def view(memory: Any, *, writable: bool = False) -> Buffer:
         dtype=dtype,
         shape=shape,
     )
+
+
+def anywhere(memory: Any, *, writable: bool = False) -> Buffer:
+    """As `view`, and of tensors on a GPU, too: their `bytes` have a length and parts, and cannot be looked into.
+
+    What this thread has queued on the GPU is over before the bytes are copied from or to.
+    """
+    if not hasattr(memory, "data_ptr") or str(memory.device.type) == "cpu":
+        return view(memory, writable=writable)
+    from gyre_transport.gpu.memory import whole
+
+    shape = tuple(int(n) for n in memory.shape)
+    _contiguous(memory.is_contiguous(), shape)
+    found = whole(memory)
+    found.obj.settle()
+    dtype = _FROM_TORCH.get(str(memory.dtype))
+    return Buffer(bytes=cast(memoryview, found), address=found.obj.address, dtype=dtype, shape=shape)
+
+
+def on_gpu(memory: object) -> bool:
+    """Whether the `bytes` of a `Buffer` are a GPU's."""
+    return not isinstance(memory, memoryview)
 
 
 def _tensor(tensor: Any) -> Buffer:

@@ -81,8 +81,22 @@ def streams(descriptor: Descriptor, nbytes: int, via: Backend | None, stream_byt
     return most
 
 
-def open_channel(descriptor: Descriptor, *, end: float, adopt: Adopt, via: Backend | None = None) -> Channel:
-    """Open the first way that works. Raises `Unreachable` with the reasons when none does, `StaleDescriptor`, …"""
+def open_channel(
+    descriptor: Descriptor, *, end: float, adopt: Adopt, via: Backend | None = None, gpu: bool = False
+) -> Channel:
+    """Open the first way that works. Raises `Unreachable` with the reasons when none does, `StaleDescriptor`, …
+
+    gpu: pieces may be of GPU memory.
+    """
+    channel = _open_channel(descriptor, end=end, adopt=adopt, via=via)
+    if not gpu:
+        return channel
+    from gyre_transport.gpu.staged import StagedChannel
+
+    return StagedChannel(channel, end=end)
+
+
+def _open_channel(descriptor: Descriptor, *, end: float, adopt: Adopt, via: Backend | None) -> Channel:
     reasons = []
     for backend in candidates(descriptor, via):
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from gyre_transport.backends.channel import Piece
-from gyre_transport.buffers import Buffer, view
+from gyre_transport.buffers import Buffer, anywhere, on_gpu, view
 from gyre_transport.descriptor import Content, Descriptor
 from gyre_transport.endpoint import Backend, open_channel, streams
 from gyre_transport.errors import DeadlineExceeded, OtherContent, ShapeMismatch
@@ -41,7 +41,7 @@ def read(
     via: Backend | None = None,
     notify: bytes | None = None,
 ) -> None:
-    """Copy a region into local memory `into` (writable array, tensor or buffer).
+    """Copy a region into local memory `into` (writable array, tensor, on a GPU or not, or buffer).
 
     offset: None reads the whole region, and size, dtype and shape must match (untyped bytes and U8 match any); an int
         reads `into`'s size from that byte on.
@@ -53,7 +53,7 @@ def read(
     end = time.monotonic() + deadline
     if expect is not None and descriptor.content != expect:
         raise OtherContent(f"expected {expect}, got a descriptor of {descriptor.content}; ask for the current one")
-    local = view(into, writable=True)
+    local = anywhere(into, writable=True)
     _match(descriptor, local, offset)
     pieces = list(_stretch(descriptor, local, offset or 0, local.nbytes))
     if len(pieces) == 1 and notify is None:
@@ -140,7 +140,7 @@ def read_chunks(
 def _one(piece: Piece, end: float, via: Backend | None) -> None:
     """Read one piece in this thread: nobody can cancel it, so there is nothing to keep about it."""
     _in_time(end, 0, piece.descriptor)
-    with open_channel(piece.descriptor, end=end, adopt=_nobody, via=via) as channel:
+    with open_channel(piece.descriptor, end=end, adopt=_nobody, via=via, gpu=on_gpu(piece.into)) as channel:
         channel.submit(piece)
         channel.complete()
 
@@ -151,7 +151,7 @@ def _nobody(interrupt: Callable[[], None]) -> None:
 
 def _cut(part: Part) -> Iterator[Piece]:
     """Check a part and cut it into requests."""
-    local = view(part.into, writable=True)
+    local = anywhere(part.into, writable=True)
     if part.rows == 1:
         _match(part.descriptor, local, part.offset)
         return _stretch(part.descriptor, local, part.offset or 0, local.nbytes)

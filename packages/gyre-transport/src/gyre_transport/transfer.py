@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from gyre_transport import notices
 from gyre_transport.backends.channel import Piece, takes_rows
 from gyre_transport.backends.tcp import Line
+from gyre_transport.buffers import on_gpu
 from gyre_transport.endpoint import Backend, open_channel
 from gyre_transport.errors import Cancelled, DataError, DeadlineExceeded
 
@@ -33,6 +34,7 @@ class Transfer:
         self._owners = [] if notify is None else list({id(p.descriptor): p.descriptor for p in self._pieces}.values())
         self._total = sum(p.into.nbytes for p in self._pieces)
         self._end, self._via = end, via
+        self._gpu = any(on_gpu(p.into) for p in self._pieces)
         self._lock = threading.Lock()
         self._interrupts: list[Callable[[], None]] = []
         self._error: DataError | BaseException | None = None
@@ -139,7 +141,7 @@ class Transfer:
                 adopted.append(interrupt)
 
         self._proceed()
-        with open_channel(descriptor, end=self._end, adopt=adopt, via=self._via) as channel:
+        with open_channel(descriptor, end=self._end, adopt=adopt, via=self._via, gpu=self._gpu) as channel:
             whole = takes_rows(channel)
             while True:
                 mine = following is not None and following.descriptor is descriptor

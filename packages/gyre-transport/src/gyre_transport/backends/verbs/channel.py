@@ -6,20 +6,25 @@ be reached by RDMA, and cannot, and a region it declines, are left to the next b
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gyre_transport.backends.channel import Adopt, Piece
 from gyre_transport.backends.kept import Kept
+from gyre_transport.backends.verbs import direct
 from gyre_transport.backends.verbs.connection import Declined, VerbsConnection, key
+from gyre_transport.buffers import on_gpu
 from gyre_transport.descriptor import Descriptor
 from gyre_transport.errors import Unreachable
 from gyre_transport.run import TransportConfig
+
+log = logging.getLogger(__name__)
 
 _AVOID = 60.0  # seconds
 
@@ -29,6 +34,16 @@ class _Asked:
 
     def __init__(self) -> None:
         self.left = 0  # messages
+
+
+class _Held(NamedTuple):
+    """Registered memory that pieces are parts of."""
+
+    memory: Any
+    address: int  # in this process, or the GPU's
+    nbytes: int
+    key: int
+    base: int  # its address to the device
 
 
 class VerbsChannel:
@@ -41,7 +56,8 @@ class VerbsChannel:
         self._asked: deque[_Asked] = deque()
         self._messages: dict[int, _Asked] = {}
         self._number = 0
-        self._memory: dict[int, tuple[Any, int, int, int]] = {}  # id of what a piece is of -> it, address, bytes, key
+        self._memory: dict[int, _Held] = {}  # id of what a piece is of -> where it is
+        self._staged: dict[int, Any] = {}  # id of GPU memory that the device cannot reach -> it
         if descriptor.endpoint is None or not descriptor.endpoint.rdma:
             raise Unreachable(f"{descriptor.owner} has no RDMA device, or may not use it")
         avoided.check(descriptor.endpoint, key(descriptor))
@@ -69,11 +85,12 @@ class VerbsChannel:
             if self._descriptor.nbytes:
                 self._post(asked, lambda number: self._connection.touch(number))
             return
-        local_key = self._register(piece)
+        held = self._register(piece)
+        start = held.base + piece.address - held.address
         for at in range(0, nbytes, self._device.max_message):
             length = min(self._device.max_message, nbytes - at)
-            offset, address = piece.offset + at, piece.address + at
-            self._post(asked, lambda n, o=offset, a=address, b=length: self._connection.ask(n, o, a, b, local_key))
+            offset, address = piece.offset + at, start + at
+            self._post(asked, lambda n, o=offset, a=address, b=length: self._connection.ask(n, o, a, b, held.key))
 
     def _post(self, asked: _Asked, post: Any) -> None:
         self._number += 1
@@ -92,16 +109,30 @@ class VerbsChannel:
         for number in self._connection.ended(self._end):
             self._messages.pop(number).left -= 1
 
-    def _register(self, piece: Piece) -> int:
-        """Key of the registered memory that `piece` is a part of."""
-        whole = piece.into.obj
+    def reaches(self, piece: Piece) -> bool:
+        """Whether the device can write to the GPU memory that `piece` is a part of; if not, it has to be staged."""
+        whole: Any = piece.into.obj
+        if id(whole) not in self._memory and id(whole) not in self._staged:
+            try:
+                self._register(piece)
+            except Unreachable as e:
+                log.info("%d bytes of GPU memory are read through the host: %s", whole.nbytes, str(e))
+                self._staged[id(whole)] = whole
+        return id(whole) in self._memory
+
+    def _register(self, piece: Piece) -> _Held:
+        """The registered memory that `piece` is a part of."""
+        whole: Any = piece.into.obj
         found = self._memory.get(id(whole))
         if found is None:
-            memory = np.frombuffer(memoryview(whole).cast("B"), np.uint8)
-            address, nbytes = int(memory.ctypes.data), memory.nbytes
-            found = whole, address, nbytes, self._device.hold(memory, address, nbytes)
+            if on_gpu(piece.into):
+                found = _Held(whole, whole.address, whole.nbytes, *direct.hold(self._device, whole))
+            else:
+                memory = np.frombuffer(memoryview(whole).cast("B"), np.uint8)
+                address, nbytes = int(memory.ctypes.data), memory.nbytes
+                found = _Held(whole, address, nbytes, *self._device.hold(memory, address, nbytes))
             self._memory[id(whole)] = found
-        return found[3]
+        return found
 
     def __enter__(self) -> VerbsChannel:
         return self
@@ -110,8 +141,8 @@ class VerbsChannel:
         done = kind is None and not self._messages and self._descriptor.nbytes > 0
         if not done:
             self._connection.close()  # first: the device may still write
-        for _, address, nbytes, _ in self._memory.values():
-            self._device.let_go(address, nbytes)
+        for held in self._memory.values():
+            self._device.let_go(held.address, held.nbytes)
         if done:
             kept.give(self._connection)
 

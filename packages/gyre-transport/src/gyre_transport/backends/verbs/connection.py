@@ -90,7 +90,7 @@ class VerbsConnection:
             raise Declined(f"{descriptor.owner} declines: {answer.reason}")
         queues.connect(answer.side, config.rdma_patience)
         self.address, self.rkey = answer.address, answer.rkey
-        self._scratch_key = device.hold(self._scratch, self._scratch.ctypes.data, self._scratch.nbytes)
+        self._scratch_key, _ = device.hold(self._scratch, self._scratch.ctypes.data, self._scratch.nbytes)
 
     def _probe(self, within: float, end: float) -> None:
         """Read a byte through each queue pair in `within` seconds: whether a path leads there shows only now."""

@@ -29,7 +29,9 @@ class Device:
         self.port, self._users, self._pid = port, 0, os.getpid()
         self._objects: weakref.WeakSet[Any] = weakref.WeakSet()
         self._domain: Any = None
-        self._memory: dict[tuple[int, int], list[Any]] = {}  # (address, bytes) -> [region, users, what holds it]
+        self._memory: dict[
+            tuple[int, int], list[Any]
+        ] = {}  # (address, bytes) -> [region, users, what holds it, address to the device]
         try:
             self.context = v.device.Context(name=port.device)
             attributes, limits = self.context.query_port(port.number), self.context.query_device()
@@ -80,20 +82,24 @@ class Device:
             lambda: self.v.mr.MR(domain, nbytes, access, address=address),
         )
 
-    def hold(self, memory: Any, address: int, nbytes: int) -> int:
-        """Register local memory that reads go to; returns its key. Once for all who hold it at the same time.
+    def hold(
+        self, memory: Any, address: int, nbytes: int, make: Callable[[], tuple[Any, int]] | None = None
+    ) -> tuple[int, int]:
+        """Register local memory that reads go to: (key, address to the device). Once for all who hold it at one time.
 
-        Whoever holds memory is a user of the device. Raises `Unreachable`.
+        make: registers what is no memory of the host. Whoever holds memory is a user of the device. Raises
+        `Unreachable`.
         """
         with self._lock:
             key = (address, nbytes)
             held = self._memory.get(key)
             if held is None:
                 access = self.v.enums.IBV_ACCESS_LOCAL_WRITE
-                held = self._memory[key] = [self.region(self.own, address, nbytes, access), 0, memory]
+                made = make() if make else (self.region(self.own, address, nbytes, access), address)
+                held = self._memory[key] = [made[0], 0, memory, made[1]]
             held[1] += 1
             self._users += 1
-            return int(held[0].lkey)
+            return int(held[0].lkey), int(held[3])
 
     def let_go(self, address: int, nbytes: int) -> None:
         """Undo one `hold`; nothing may be on its way to that memory."""
