@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from gyre_transport import endpoint, reads
+from gyre_transport.backends.mooncake import engine as mooncake
+from gyre_transport.backends.mooncake.channel import MooncakeChannel
 from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.backends.tcp import TcpChannel, disconnect
 from gyre_transport.backends.verbs import fabric
@@ -46,6 +48,22 @@ CHANNELS = {"shm": ShmChannel, "tcp": TcpChannel}
 if fabric.ports():  # of this machine, or of the virtual one that `verbs` starts
     CHANNELS["verbs"] = VerbsChannel
     WAYS["verbs"] = "verbs", "allocate", VerbsChannel
+if mooncake.installed():
+    CHANNELS["mooncake"] = MooncakeChannel
+    WAYS |= {f"mooncake, {k}": ("mooncake", k, MooncakeChannel) for k in ("allocate", "allocate_shared", "register")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mooncake() -> Iterator[None]:
+    """The engine lasts as long as its process: it is started before anything is counted."""
+    if "mooncake" not in CHANNELS:
+        yield
+        return
+    plain = endpoint.config()
+    endpoint.configure(msgspec.structs.replace(plain, backends=(*plain.backends, "mooncake")))
+    mooncake.engine("127.0.0.1")
+    yield
+    endpoint.configure(plain)
 
 
 @pytest.fixture(autouse=True)

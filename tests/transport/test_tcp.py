@@ -316,10 +316,14 @@ def test_an_address_to_advertise(configured):
 
 
 def test_the_address_that_is_advertised_is_the_one_others_reach(configured, monkeypatch):
-    assert server._advertised("192.0.2.7") == "192.0.2.7"
+    def advertised(listen: str, advertise: str = "") -> str:
+        return server.advertised(TransportConfig(listen=listen, advertise=advertise))
+
+    assert advertised("192.0.2.7") == "192.0.2.7"
+    assert advertised("0.0.0.0", "192.0.2.8") == "192.0.2.8"  # noqa: S104
     monkeypatch.setattr(server, "outward", lambda version: {4: "198.51.100.1", 6: None}[version])
-    assert server._advertised("0.0.0.0") == "198.51.100.1"  # noqa: S104
-    assert server._advertised("::") == "::1"
+    assert advertised("0.0.0.0") == "198.51.100.1"  # noqa: S104
+    assert advertised("::") == "::1"
 
 
 @pytest.mark.parametrize("wrong", [{"port": -1}, {"backends": []}, {"streams": 0}, {"max_connections": 0}])

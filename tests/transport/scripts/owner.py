@@ -19,6 +19,8 @@ if len(sys.argv) > 2:
     descriptor.host = lambda: sys.argv[2]
 
 from gyre_transport import endpoint
+from gyre_transport.backends.mooncake import engine as mooncake
+from gyre_transport.backends.mooncake.channel import MooncakeChannel
 from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.backends.tcp import TcpChannel, disconnect
 from gyre_transport.backends.verbs.channel import VerbsChannel
@@ -150,7 +152,8 @@ def act(do: str, a: dict) -> object:
                     print("null", flush=True)
                 threading.Event().wait()
 
-            ShmChannel.complete = TcpChannel.complete = VerbsChannel.complete = stall
+            for channel in (ShmChannel, TcpChannel, VerbsChannel, MooncakeChannel):
+                channel.complete = stall
             read(descriptor, bytearray(descriptor.nbytes), deadline=600, via=a["via"])
             return None
         case "read":
@@ -164,8 +167,11 @@ def act(do: str, a: dict) -> object:
             raise ValueError(do)
 
 
-if len(sys.argv) > 1:
-    endpoint.configure(TransportConfig(port=int(sys.argv[1])))
+ways = ("shm", "verbs", "tcp")
+if mooncake.installed():
+    ways = (*ways, "mooncake")
+    mooncake.engine("127.0.0.1")
+endpoint.configure(TransportConfig(backends=ways, port=int(sys.argv[1]) if len(sys.argv) > 1 else 0))
 for line in sys.stdin:
     arguments = json.loads(line)
     print(json.dumps(act(arguments.pop("do"), arguments)), flush=True)

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     pull.add_argument("ticket", type=Path, metavar="TICKET", help="file that `snapshot serve` wrote (-: stdin)")
     pull.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="must not exist, or be empty")
     pull.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS", help="default: an hour")
-    pull.add_argument("--via", choices=("shm", "verbs", "tcp"), help="that way or none (default: the first that works)")
+    pull.add_argument("--via", choices=("shm", "verbs", "tcp", "mooncake"), help="that way or none")
     pull.add_argument("--json", action="store_true", help="print what was done as an object")
     return parser
 

@@ -51,6 +51,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     network: str  # boot id and network namespace; a loopback address means something only there
     rdma: tuple[str, ...] = ()  # link layers ("InfiniBand", "Ethernet") of its RDMA ports
+    mooncake: bool = False  # whether it lends memory to a Mooncake engine
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"

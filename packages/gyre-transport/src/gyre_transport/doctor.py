@@ -1,6 +1,6 @@
 """Which ways to remote memory work on this machine: each is tried against a real second process.
 
-python -m gyre_transport.doctor allocate|register      the second process: prints a descriptor, ends at the end of stdin
+python -m gyre_transport.doctor allocate|register|mooncake      the second process: prints a descriptor, then waits
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import msgspec
 import numpy as np
 import zmq
 
+from gyre_transport.backends.mooncake import engine
 from gyre_transport.backends.server import outward
 from gyre_transport.backends.verbs import gpu, library
-from gyre_transport.endpoint import Backend
+from gyre_transport.endpoint import Backend, configure
 from gyre_transport.errors import DataError, TransportError, Unreachable
 from gyre_transport.memory import Descriptor, allocate, read, register
+from gyre_transport.run import TransportConfig
 
 _BYTES = 1 << 20
 _WAIT = 20.0  # seconds
@@ -29,7 +31,7 @@ _WAIT = 20.0  # seconds
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One way on this machine."""
 
-    backend: str  # process (shm, by process_vm_readv) | shm (its memfd) | tcp | verbs | bus
+    backend: str  # process (shm, by process_vm_readv) | shm (its memfd) | tcp | verbs | mooncake | bus
     works: bool
     needed: bool  # nothing of Gyre runs without it
     use: str  # what it is for, in words that need no explanation
@@ -75,6 +77,7 @@ def examine() -> list[Finding]:
             else "allow connections to 127.0.0.1; `ip link set lo up` where there is no loopback",
         ),
         _verbs(),
+        _mooncake(),
         _bus(),
     ]
 
@@ -106,6 +109,22 @@ def _verbs() -> Finding:
 
 def _gpu(machine: gpu.Machine) -> str:
     return f". Memory of GPUs would go {gpu.how(machine)}" if machine.gpus else ""
+
+
+def _mooncake() -> Finding:
+    failed = _try("mooncake", "mooncake") if engine.installed() else f"{engine.PACKAGE} is not installed"
+    return Finding(
+        backend="mooncake",
+        works=failed is None,
+        needed=False,
+        use="through Mooncake's transfer engine, only where transport.backends of both ends names it",
+        detail=failed
+        or "read 1 MiB of a second process through it. It proves no key: whoever reaches its ports may read and "
+        "overwrite what is lent to it",
+        remedy=""
+        if failed is None
+        else "nothing, unless you want it: pip install 'gyre-transport[mooncake]'. The ways above are faster",
+    )
 
 
 def _bus() -> Finding:
@@ -183,6 +202,8 @@ def _pattern() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _serve(how: str) -> None:
+    if how == "mooncake":
+        configure(TransportConfig(backends=("mooncake",)))
     if how == "allocate":
         region = allocate(_BYTES, shared=True)
         region.array()[:] = _pattern()

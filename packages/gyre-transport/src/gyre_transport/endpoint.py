@@ -3,6 +3,7 @@
     shm    same machine and pid namespace, and the kernel lets this process read the owner
     verbs  both have an RDMA port on the same kind of link and pyverbs, and a byte got through; the owner listens
     tcp    the owner listens where this process can connect
+    mooncake   only where both ends name it: Mooncake's transfer engine (`backends.mooncake` says what that costs)
 The first of `TransportConfig.backends` that works for the pair is used; what rules one out is said when none works.
 """
 
@@ -13,7 +14,7 @@ import threading
 from typing import Literal
 
 from gyre_transport.backends.channel import Adopt, Channel, Opener
-from gyre_transport.backends.server import Server
+from gyre_transport.backends.server import Server, advertised
 from gyre_transport.backends.shm import ShmChannel
 from gyre_transport.backends.tcp import TcpChannel
 from gyre_transport.backends.verbs import fabric
@@ -24,7 +25,7 @@ from gyre_transport.run import TransportConfig
 
 log = logging.getLogger(__name__)
 
-Backend = Literal["shm", "verbs", "tcp"]
+Backend = Literal["shm", "verbs", "tcp", "mooncake"]
 
 
 def _open_verbs(descriptor: Descriptor, *, end: float, adopt: Adopt) -> Channel:
@@ -33,7 +34,18 @@ def _open_verbs(descriptor: Descriptor, *, end: float, adopt: Adopt) -> Channel:
     return VerbsChannel(descriptor, _config, end=end, adopt=adopt)
 
 
-_OPENERS: dict[Backend, Opener] = {"shm": ShmChannel, "verbs": _open_verbs, "tcp": TcpChannel}
+def _open_mooncake(descriptor: Descriptor, *, end: float, adopt: Adopt) -> Channel:
+    from gyre_transport.backends.mooncake.channel import MooncakeChannel
+
+    return MooncakeChannel(descriptor, advertised(_config), end=end, adopt=adopt)
+
+
+_OPENERS: dict[Backend, Opener] = {
+    "shm": ShmChannel,
+    "verbs": _open_verbs,
+    "tcp": TcpChannel,
+    "mooncake": _open_mooncake,
+}
 _config = TransportConfig()
 _lock = threading.Lock()
 

@@ -67,7 +67,7 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """[transport]: how registered memory of one process is read by others."""
 
     # that may be used here, the first that works is
-    backends: tuple[Literal["shm", "verbs", "tcp"], ...] = ("shm", "verbs", "tcp")
+    backends: tuple[Literal["shm", "verbs", "tcp", "mooncake"], ...] = ("shm", "verbs", "tcp")
     listen: str = "127.0.0.1"  # address that reads over tcp and verbs are served at; "": none
     port: int = 0  # 0: any; several processes of a machine cannot share another
     advertise: str = ""  # address others reach `listen` at; "": `listen`, or this host's when that is all addresses
@@ -82,8 +82,8 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         patient = 0.01 <= self.rdma_patience <= 3600
         if not (self.backends and 0 <= self.port < 1 << 16 and self.max_connections >= 1 and small and patient):
             raise ValueError(
-                "backends names at least one of shm, verbs, tcp; port is 0 to 65535; max_connections is at least 1; "
-                "streams and queue_pairs are 1 to 16; rdma_patience is 0.01 to 3,600 seconds"
+                "backends names at least one of shm, verbs, tcp, mooncake; port is 0 to 65535; max_connections is at "
+                "least 1; streams and queue_pairs are 1 to 16; rdma_patience is 0.01 to 3,600 seconds"
             )
 
 

@@ -359,8 +359,8 @@ def _current(manifest: Manifest, via: Backend | None, end: float) -> int | None:
     while True:
         try:
             # eight bytes are not worth a handshake of network cards
-            left = end - time.monotonic()
-            read(manifest.head, memoryview(head).cast("B"), deadline=left, via="tcp" if via == "verbs" else via)
+            left, plain = end - time.monotonic(), "tcp" if via in ("verbs", "mooncake") else via
+            read(manifest.head, memoryview(head).cast("B"), deadline=left, via=plain)
             return int(head[0])
         except DataError as e:
             if not isinstance(e, Unreachable) or time.monotonic() + _AGAIN >= end:

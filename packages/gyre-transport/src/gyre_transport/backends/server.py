@@ -22,6 +22,7 @@ import threading
 import time
 
 from gyre_transport.backends import wire
+from gyre_transport.backends.mooncake.owner import Lender
 from gyre_transport.backends.session import Malformed, Revoked, Session
 from gyre_transport.backends.verbs.owner import Exposures
 from gyre_transport.backends.wire import Status
@@ -42,10 +43,15 @@ class Server:
         family = socket.AF_INET6 if ":" in config.listen else socket.AF_INET
         self._listener = socket.create_server((config.listen, config.port), family=family, backlog=128)
         self._listener.setblocking(False)
-        host = config.advertise or _advertised(config.listen)
+        host = advertised(config)
         self._exposures = Exposures(config)
+        self._lender = Lender(config, host)
         self.endpoint = Endpoint(
-            host=host, port=self._listener.getsockname()[1], network=network(), rdma=self._exposures.links
+            host=host,
+            port=self._listener.getsockname()[1],
+            network=network(),
+            rdma=self._exposures.links,
+            mooncake=self._lender.lends,
         )
         self._record = record
         self._most = config.max_connections
@@ -61,8 +67,9 @@ class Server:
         self._thread.start()
 
     def revoked(self, export: Export) -> None:
-        """Close it to RDMA, and have the connections that send what is no longer there closed."""
+        """Close it to RDMA and to Mooncake, and have the connections that send what is no longer there closed."""
         self._exposures.withdraw(export)
+        self._lender.withdraw(export)
         with self._lock:
             if not self._closing:
                 os.eventfd_write(self._wake, 1)
@@ -106,6 +113,7 @@ class Server:
             for session in list(self._sessions):
                 self._drop(session)
             self._exposures.close()
+            self._lender.close()
             self._listener.close()
             self._selector.close()
             with self._lock:
@@ -130,7 +138,7 @@ class Server:
         except OSError:
             peer.close()
             return
-        session = Session(peer, self._record, self._exposures)
+        session = Session(peer, self._record, self._exposures, self._lender)
         self._sessions.add(session)
         self._selector.register(peer, selectors.EVENT_READ, session)
 
@@ -180,10 +188,11 @@ def tune(peer: socket.socket) -> None:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1)
 
 
-def _advertised(listen: str) -> str:
-    """The address others reach this machine at, when it listens on all of its own."""
-    if listen not in ("0.0.0.0", "::"):  # noqa: S104  (compared, not bound)
-        return listen
+def advertised(config: TransportConfig) -> str:
+    """The address others reach this machine at, as far as `config` wants them to."""
+    listen = config.listen
+    if config.advertise or listen not in ("0.0.0.0", "::"):  # noqa: S104  (compared, not bound)
+        return config.advertise or listen or "127.0.0.1"
     return outward(6 if ":" in listen else 4) or ("::1" if ":" in listen else "127.0.0.1")
 
 

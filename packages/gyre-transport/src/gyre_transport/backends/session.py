@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gyre_transport.backends import wire
+from gyre_transport.backends.mooncake.owner import Lender
 from gyre_transport.backends.verbs.owner import Exposures, Reached
 from gyre_transport.backends.wire import Kind, Status
 from gyre_transport.control import Export, Record
@@ -52,11 +53,11 @@ class _Request(NamedTuple):
 class Session:
     """A greeted or greeting connection. All methods are called by the server's thread."""
 
-    def __init__(self, peer: socket.socket, record: Record, exposures: Exposures) -> None:
+    def __init__(self, peer: socket.socket, record: Record, exposures: Exposures, lender: Lender) -> None:
         self.socket = peer
         self.active = time.monotonic()
         self.awaited = selectors.EVENT_READ  # what the server waits for now
-        self._record, self._exposures = record, exposures
+        self._record, self._exposures, self._lender = record, exposures, lender
         self._reached: Reached | None = None  # the client's queue pairs
         self._nonces = b""
         self._received = bytearray()
@@ -186,8 +187,10 @@ class Session:
             self._read(request, export)
         elif request.kind == Kind.CALL:
             self._call(request, export)
-        else:
+        elif request.kind == Kind.CONNECT:
             self._connect(request, export)
+        else:
+            self._locate(request, export)
 
     def _read(self, request: _Request, export: Export) -> None:
         stretches = [Stretch(*s) for s in wire.STRETCH.iter_unpack(request.body)]
@@ -234,6 +237,13 @@ class Session:
                 raise Revoked
         self._answer(request, export, answer)
 
+    def _locate(self, request: _Request, export: Export) -> None:
+        answer = self._lender.locate(export)
+        if self._record.exports.get(request.slot) is not export:  # whoever revoked it may have come too early
+            self._lender.withdraw(export)
+            raise Revoked
+        self._answer(request, export, answer)
+
     def _answer(self, request: _Request, export: Export, answer: bytes) -> None:
         head = wire.ANSWER.pack(Status.OK, request.number, len(answer))
         self._out += head + answer + wire.seal(export.secret, request.proof, answer)
@@ -264,7 +274,7 @@ def _body_bytes(kind: int, count: int) -> int:
     """Bytes of a request's body. Raises `Malformed` for what no client sends."""
     if kind == Kind.READ and 1 <= count <= wire.MAX_STRETCHES:
         return count * wire.STRETCH.size
-    if kind in (Kind.CALL, Kind.CONNECT) and count <= wire.MAX_CALL:
+    if kind in (Kind.CALL, Kind.CONNECT, Kind.LOCATE) and count <= wire.MAX_CALL:
         return count
     raise Malformed(f"a request of kind {kind} with {count}")
 

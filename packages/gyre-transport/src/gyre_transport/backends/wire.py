@@ -8,7 +8,7 @@
 
 A READ's body is `count` stretches: each some rows of equal length, `stride` bytes apart; its answer is their bytes, one
 after another. A CALL's body is `count` bytes for whoever handles calls on that memory (`control.Export`), and so is its
-answer. A CONNECT is a CALL that the server itself handles: `verbs.handshake` says how.
+answer. A CONNECT and a LOCATE are CALLs that the server itself handles: `verbs.handshake` and `mooncake.owner` say how.
 
 A proof is a MAC of the request under the descriptor's secret; the secret itself never travels. It covers both nonces
 and the request's number, so what was overheard cannot be sent again. A seal is the server's MAC of the proof and of a
@@ -47,6 +47,7 @@ class Kind(IntEnum):
     READ = 1
     CALL = 2
     CONNECT = 3
+    LOCATE = 4
 
 
 class Status(IntEnum):
