@@ -51,7 +51,9 @@ class EngineClient:
         if self._closed:
             raise EngineUnreachable(f"engine {self.name} at {self.url} was stopped; {path} was not sent")
         if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers)
+            # An engine closes idle connections: a request that met such a close would look like a lost engine.
+            connector = aiohttp.TCPConnector(force_close=True)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         try:
             async with self._session.request(
                 method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=seconds)
