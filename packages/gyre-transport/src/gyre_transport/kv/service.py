@@ -35,7 +35,7 @@ _TICK = 0.5  # seconds between looks at leases and holds
 _START, _END = 60.0, 10.0  # seconds to begin and to stop listening
 _PULLS = 4  # moves carried out at once; more wait
 _ANSWER = 2.0  # seconds for an acknowledgement, which nothing depends on
-_SETTLE = 1.0  # seconds that a lookup waits for offloads under way
+_SETTLE = 3.0  # seconds that a lookup waits for offloads under way: what is not stored then is computed again
 _LOOKUP = 5.0  # seconds until a source that says nothing is given up,
 _SILENT = 5.0  # and then not asked again
 
