@@ -30,7 +30,7 @@ async def test_random_events(bench, seed):
 
     async def harness(proxy, n):
         messages = [{"role": "user", "content": f"execution {n}"}]
-        async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key=f"k{n}", max_retries=0, timeout=60) as api:
+        async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key=f"k{n}", max_retries=0, timeout=240) as api:
             for turn in range(CALLS):
                 stream = (n + turn) % 2 == 0
                 answer = await api.chat.completions.create(model="m", messages=messages, stream=stream)
