@@ -19,11 +19,13 @@ import pytest_asyncio
 
 from gyre_agent_proxy.config import ModelConfig, ProxyConfig
 from gyre_agent_proxy.engines import Route
+from gyre_agent_proxy.errors import UnfitEngine
 from gyre_agent_proxy.serve import proxy
 from gyre_sched.engine.config import EngineConfig
 from gyre_sched.engine.launch import command, has_cuda
 from gyre_traj.log import read_log
 from gyre_traj.records import unpack_ids, unpack_logprobs
+from gyre_transport.keys import make_token
 from gyre_transport.process import Child
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -34,9 +36,11 @@ LIMIT = 300  # tokens of an answer: long enough to be caught while it is sampled
 class Engine:
     """One real engine of these tests."""
 
-    def __init__(self, child: Child, url: str) -> None:
+    def __init__(self, child: Child, url: str, key: Path) -> None:
         self.child = child
         self.url = url
+        self.key = str(key)
+        self.headers = {"Authorization": f"Bearer {key.read_text().strip()}"}
 
     async def ask(self, ids: list[int], limit: int) -> dict[str, Any]:
         """Greedy, without the proxy."""
@@ -45,7 +49,10 @@ class Engine:
             "sampling_params": {"temperature": 0, "max_new_tokens": limit, "stop_token_ids": [2]},
             "return_logprob": True,
         }
-        async with aiohttp.ClientSession() as http, http.post(f"{self.url}/generate", json=body) as response:
+        async with (
+            aiohttp.ClientSession(headers=self.headers) as http,
+            http.post(f"{self.url}/generate", json=body) as response,
+        ):
             assert response.status == 200, await response.text()
             found: dict[str, Any] = await response.json()
             return found
@@ -57,15 +64,16 @@ class Engine:
         await self.child.wait()
 
 
-async def start(folder: Path, model: Path, name: str, version: int) -> Engine:
+async def start(folder: Path, model: Path, name: str, version: int, key: Path) -> Engine:
+    """One that asks for the token in `key`, as where others can reach it."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    config = EngineConfig(dtype="float32", max_tokens=8192, max_running=8, log_level="warning")
+    config = EngineConfig(dtype="float32", max_tokens=8192, max_running=8, log_level="warning", key=str(key))
     argv, env = command(config, model, port, cuda=has_cuda())
     argv[argv.index("--weight-version") + 1] = str(version)
     child = await Child.start(name, argv, log=folder / f"{name}.log", env=env, ready_within=None, guarded=True)
-    engine = Engine(child, f"http://127.0.0.1:{port}")
+    engine = Engine(child, f"http://127.0.0.1:{port}", key)
     async with aiohttp.ClientSession() as http, asyncio.timeout(400):
         while True:
             assert child.returncode is None, child.tail()
@@ -86,7 +94,11 @@ async def engines(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) ->
     if find_spec("sglang") is None:
         pytest.skip("needs SGLang: uv sync --group engine")
     folder = tmp_path_factory.mktemp("engines")
-    pair = await asyncio.gather(start(folder, tiny_model, "victim", 3), start(folder, tiny_model, "survivor", 4))
+    key = folder / "engine.key"
+    make_token(key)
+    pair = await asyncio.gather(
+        start(folder, tiny_model, "victim", 3, key), start(folder, tiny_model, "survivor", 4, key)
+    )
     yield pair
     for engine in pair:
         await engine.child.stop()
@@ -111,7 +123,7 @@ async def interrupted(engines: tuple[Engine, Engine], model: Path, folder: Path,
     """A greedy call that must leave its engine midway equals the uninterrupted one."""
     victim, survivor = engines
     text, prompt, whole = await long_prompt(survivor, model)
-    config = ProxyConfig(context=4096, backoff=0.05)
+    config = ProxyConfig(context=4096, backoff=0.05, engine_key=survivor.key)
     async with (
         proxy(config, ModelConfig(path=str(model)), calls=folder) as running,
         openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="k", max_retries=0, timeout=120) as api,
@@ -173,7 +185,7 @@ def running_text(model: Path, ids: list[int]) -> str:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_turns_over_a_real_engine(engines, tiny_model, tmp_path):
     _, survivor = engines
-    config = ProxyConfig(engines=(survivor.url,), context=4096)
+    config = ProxyConfig(engines=(survivor.url,), engine_key=survivor.key, context=4096)
     async with (
         proxy(config, ModelConfig(path=str(tiny_model)), calls=tmp_path) as running,
         openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="k", max_retries=0, timeout=120) as api,
@@ -200,9 +212,20 @@ async def test_turns_over_a_real_engine(engines, tiny_model, tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_that_asks_for_a_token_is_told_of_before_any_call(engines, tiny_model, tmp_path):
+    _, survivor = engines
+    async with aiohttp.ClientSession() as http, http.post(f"{survivor.url}/generate", json={}) as response:
+        assert response.status == 401
+    config = ProxyConfig(engines=(survivor.url,), context=4096, probe_wait=60.0)
+    with pytest.raises(UnfitEngine, match="another token .401"):
+        async with proxy(config, ModelConfig(path=str(tiny_model)), calls=tmp_path):
+            pass
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_drain_while_a_real_engine_samples(engines, tiny_model, tmp_path):
     await interrupted(engines, tiny_model, tmp_path, "drain")
-    async with aiohttp.ClientSession() as http, asyncio.timeout(60):
+    async with aiohttp.ClientSession(headers=engines[0].headers) as http, asyncio.timeout(60):
         while True:  # no orphan keeps decoding at the engine that was left
             async with http.get(f"{engines[0].url}/v1/loads") as response:
                 loads = (await response.json())["loads"]

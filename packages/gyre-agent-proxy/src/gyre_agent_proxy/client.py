@@ -65,6 +65,8 @@ class EngineClient:
                 text = (await response.text())[:500]
                 if response.status == 400 and fresh:
                     raise EngineRefused(f"the engine refused the request: {_message(text)}")
+                if response.status in (401, 403):
+                    raise StreamError(f"the engine wants another token ({response.status}: {text}); see engine_key")
                 raise StreamError(f"expected status 200 from the engine, got {response.status}: {text}")
             events = Events()
             async for raw in response.content.iter_any():
