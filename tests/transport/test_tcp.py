@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -204,6 +206,18 @@ def test_more_connections_than_allowed(configured):
             assert two.closed()
             read(region.descriptor, bytearray(8), deadline=LONG, via="tcp")
         tcp.disconnect()
+
+
+def test_an_owner_that_is_busy_when_it_is_connected_to_is_waited_for(script):
+    owner = script("owner.py")
+    raw = owner.ask("allocate", nbytes=100, seed=1)["descriptor"]
+    descriptor = msgspec.msgpack.decode(bytes.fromhex(raw), type=Descriptor)
+    os.kill(owner.pid, signal.SIGSTOP)
+    goes_on = threading.Timer(3.0, os.kill, (owner.pid, signal.SIGCONT))  # longer than a machine takes to accept
+    goes_on.start()
+    read(descriptor, into := bytearray(100), deadline=LONG, via="tcp")
+    goes_on.join()
+    assert any(into)
 
 
 class Fake:

@@ -15,7 +15,8 @@ from gyre_transport.errors import DataError, DeadlineExceeded, StaleVersion, Unr
 
 log = logging.getLogger(__name__)
 
-_CALL = 5.0  # seconds the source may take to answer
+_CALL = 20.0  # seconds the source may take to answer: it may be busy
+_GIVE_BACK = 5.0  # the same at the end, where nothing depends on it
 
 
 class Lease:
@@ -80,7 +81,7 @@ class Lease:
             return
         if kind is None:
             try:
-                line.call(self._source, msgspec.msgpack.encode(leases.Done()), end=time.monotonic() + _CALL)
+                line.call(self._source, msgspec.msgpack.encode(leases.Done()), end=time.monotonic() + _GIVE_BACK)
                 line.keep()
             except DataError:  # the version was replaced meanwhile: what was read is whole all the same
                 pass

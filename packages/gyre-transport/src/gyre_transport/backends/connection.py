@@ -28,6 +28,7 @@ from gyre_transport.descriptor import Descriptor, Endpoint, network
 from gyre_transport.errors import DataError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
 
 _CONNECT = 2.0  # seconds: a machine that is up accepts or refuses sooner
+_GREET = 20.0  # seconds: but the process that is to say something may be busy
 _LATER = 0.05  # seconds that a deadline may be missed by, for fewer system calls
 _SILENT = 1_900  # ms until the network's silence about a request is an error
 
@@ -169,6 +170,7 @@ class Connection:
     def _greet(self, endpoint: Endpoint, end: float) -> bytes:
         mine = wire.nonce()
         welcome = bytearray(wire.WELCOME.size)
+        self.socket.settimeout(max(0.001, min(_GREET, end - time.monotonic())))
         try:
             self.socket.sendall(wire.HELLO.pack(wire.MAGIC, wire.VERSION, mine))
             _receive(self.socket, memoryview(welcome))
