@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import msgspec
 import numpy as np
-from transport_readers import Readers
+from transport_readers import Cost, Readers
 
 from gyre_transport import Manifest, SnapshotSource
-from gyre_transport.bench.measure import ratio, rounds, table
+from gyre_transport.bench.measure import Times, ratio, rounds, table
 from gyre_transport.bench.owner import Owner, own
 from gyre_transport.bench.report import measure, text
 
@@ -63,18 +65,39 @@ def serve(size: int) -> None:
 
 def pulls(readers: Readers) -> dict[str, Callable[[], None]]:
     """Pull the snapshot into processes of their own, alone and four at once."""
-    paths = {}
-    for name, order in {
-        "shm, each reads": {"via": "shm", "share": False, "into": True},
-        "shm": {"via": "shm"},
-        "shm, copied into tensors": {"via": "shm", "copy": True},
+    orders: dict[str, dict[str, Any]] = {
+        "nothing: what an order takes": {"nothing": True},
+        "shm, each copies": {"via": "shm", "share": False, "into": True},
+        "shm, mapped": {"via": "shm"},
+        "shm, mapped and copied into tensors": {"via": "shm", "copy": True},
         "tcp, each reads": {"via": "tcp", "share": False},
-        "tcp": {"via": "tcp"},
-        "tcp, copied into tensors": {"via": "tcp", "copy": True},
-    }.items():
+        "tcp, one reads, the others map its copy": {"via": "tcp"},
+        "tcp, the same, copied into tensors": {"via": "tcp", "copy": True},
+    }
+    paths = {}
+    for name, order in orders.items():
         for count in (1, 4):
-            paths[f"{name}|{count}"] = readers.pull(count, **order)
+            key = f"{name}|{count}"
+            paths[key] = readers.pull(key, count, **order)
     return paths
+
+
+def pulled(snapshot: Times, costs: dict[str, list[Cost]], nbytes: int) -> list[list[str]]:
+    """Rows of the table: time until the last has it, of 4 by 1; what the processors alone need; copies sent."""
+
+    def row(name: str) -> list[str]:
+        one, four = name + "|1", name + "|4"
+        cpu = median(c.cpu for c in costs[four]) / (os.cpu_count() or 1)
+        return [
+            name,
+            f"{median(snapshot[one]) * 1e3:.2f} ms",
+            f"{median(snapshot[four]) * 1e3:.2f} ms",
+            f"{1 / ratio(snapshot, four, one):.2f}",
+            f"{cpu * 1e3:.2f} ms",
+            f"{median(c.sent for c in costs[one]) / nbytes:.2g}, {median(c.sent for c in costs[four]) / nbytes:.2g}",
+        ]
+
+    return [row(name) for name in dict.fromkeys(n.split("|")[0] for n in snapshot)]
 
 
 def main() -> None:
@@ -105,16 +128,15 @@ def main() -> None:
     print(text(report), "\n")
     print(
         table(
-            [f"snapshot, {len(manifest.entries)} tensors, {manifest.nbytes / 1e6:.0f} MB", "1 reader", "4 readers", ""],
             [
-                [
-                    name,
-                    f"{median(snapshot[name + '|1']) * 1e3:.1f} ms",
-                    f"{median(snapshot[name + '|4']) * 1e3:.1f} ms",
-                    f"{1 / ratio(snapshot, name + '|4', name + '|1'):.2f}",
-                ]
-                for name in dict.fromkeys(n.split("|")[0] for n in snapshot)
+                f"snapshot, {len(manifest.entries)} tensors, {manifest.nbytes / 1e6:.0f} MB",
+                "1 reader",
+                "4 readers",
+                "4 by 1",
+                "CPU of 4 / cores",
+                "copies sent, to 1, 4",
             ],
+            pulled(snapshot, readers.costs, manifest.nbytes),
         )
     )
     print(f"\npublished in {published:.0f} ms; manifest encoded and decoded in {overhead:.2f} ms")

@@ -19,20 +19,24 @@ import numpy as np
 
 from gyre_transport.bench.peers import mooncake_engine, raw_server, zmq_server
 from gyre_transport.buffers import aligned
+from gyre_transport.endpoint import configure
 from gyre_transport.errors import ProcessError
 from gyre_transport.memory import allocate, register
+from gyre_transport.run import TransportConfig
 
 _WAIT = 300.0  # seconds
 
 
 def own(size: int, more: dict[str, Any] | None = None) -> None:
     """Hold `size` bytes, serve them every way, say how (and `more`), until stdin ends; never returns."""
+    mooncake = mooncake_engine()
+    if mooncake is not None:
+        configure(TransportConfig(backends=("shm", "verbs", "tcp", "mooncake")))
     region = allocate(size)
     region.array(np.uint32)[:] = np.arange(size // 4, dtype=np.uint32)
     local = aligned(size).view(np.uint32)
     local[:] = np.arange(size // 4, dtype=np.uint32)
     registered = register(local)
-    mooncake = mooncake_engine()
     if mooncake is not None:
         mooncake.register_memory(local.ctypes.data, local.nbytes)
     told = {

@@ -52,7 +52,7 @@ class Paths:
         self._mooncake: Any = None if self._peer is None else mooncake_engine()
         if self._mooncake is not None:
             self._mooncake.register_memory(self.room.ctypes.data, size)
-        ways: tuple[Backend, ...] = ("shm", "verbs", "tcp")
+        ways: tuple[Backend, ...] = ("shm", "verbs", "tcp", "mooncake")
         self.works = tuple(way for way in ways if self._works(way))
 
     def _works(self, way: Backend) -> bool:
