@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -127,6 +128,39 @@ def test_memory_taken_back_while_the_engine_never_ends_a_read(hold, monkeypatch)
     monkeypatch.setattr(MooncakeChannel, "_wait", revoke)
     with pytest.raises(StaleDescriptor):
         read(hold.descriptor, np.zeros(48 << 20, np.uint8), deadline=LONG, via="mooncake")
+
+
+@installed
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fails", ["raises", "refuses"])
+def test_a_read_that_does_not_begin_brings_nothing(hold, monkeypatch, fails):
+    plain = engines.Engine.begin
+
+    def begin(self, segment: str, address: int, remote: int, nbytes: int) -> int:
+        if nbytes < 1_000:  # the owner's token
+            return plain(self, segment, address, remote, nbytes)
+        if fails == "raises":
+            raise RuntimeError("of the engine's")
+        return 0
+
+    monkeypatch.setattr(engines.Engine, "begin", begin)
+    into = bytearray(b"x" * 1_000)
+    with pytest.raises(Unreachable, match="could not read"):
+        read(hold.descriptor, into, offset=0, deadline=LONG, via="mooncake")
+    assert into == b"x" * 1_000
+
+
+@installed
+def test_a_forked_child_ends():
+    code = f"""
+import os, sys
+from gyre_transport.backends.mooncake import engine
+engine.engine({HERE!r})
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+sys.exit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=LONG).returncode == 7
 
 
 @installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import threading
@@ -75,7 +76,7 @@ class Reading:
     def __init__(self, engine: Engine, segment: str, extents: list[tuple[int, int, int]], room: NDArray[np.uint8]):
         """extents: (place in the room, address at the owner, bytes), none empty."""
         self.room = room
-        self.failed = False
+        self.failed = True  # until all of it has begun
         self._engine, self._segment, self._extents = engine, segment, extents
         self._numbers: list[int] = []
         # in a thread: a name that is not known yet is asked for, and no deadline can be given for that
@@ -87,9 +88,9 @@ class Reading:
         for at, remote, nbytes in self._extents:
             number = self._engine.begin(self._segment, base + at, remote, nbytes)
             if not number:
-                self.failed = True
                 return
             self._numbers.append(number)
+        self.failed = False
 
     @property
     def ended(self) -> bool:
@@ -125,14 +126,13 @@ def room(nbytes: int) -> NDArray[np.uint8]:
 
 
 def _forked() -> None:
-    """In a forked child: the engine's threads are its parent's, and so is whatever its end would do."""
+    """In a forked child: the engine's threads are its parent's; its end, which waits for them, must never come."""
     global _engine, _lock
     if _engine is not None:
-        _parents.append(_engine)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_engine))
     _engine, _lock = None, threading.Lock()
 
 
 _engine: Engine | None = None
 _lock = threading.Lock()
-_parents: list[Engine] = []
 os.register_at_fork(after_in_child=_forked)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import traceback
 
 import msgspec
 import numpy as np
@@ -86,6 +87,9 @@ class Lender:
                 return msgspec.msgpack.encode(place)
         except DataError as e:
             return msgspec.msgpack.encode(Declined(reason=str(e)))
+        except Exception:  # of a library that says little about what it raises; the others are served on
+            log.error("a reader by Mooncake could not be answered: %s", traceback.format_exc())
+            return msgspec.msgpack.encode(Declined(reason="the owner failed; its log says more"))
 
     def _lend(self, export: Export) -> Place:
         if self._engine is None:
