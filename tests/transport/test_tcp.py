@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -183,6 +184,45 @@ def test_a_reader_that_pauses_for_long_is_waited_for():
         next(pieces)
         time.sleep(2.5)  # longer than the kernel gives a machine that does not answer
         assert sum(piece.nbytes for _, piece in pieces) == 48 << 20
+
+
+def test_a_connection_dropped_in_the_look_that_found_it_ready_leaves_the_others_served(region, caplog):
+    """Its memory is taken back as its socket can take more."""
+    listener = region._record.listener
+    with allocate(16 << 20) as large, Raw(large) as raw:
+        raw.socket.sendall(raw.request(raw.greet(), length=16 << 20))  # and takes nothing
+        end = time.monotonic() + LONG
+        while not (stalled := [s for s in listener._sessions if s.awaited & selectors.EVENT_WRITE]):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        plain, ready = listener._selector.select, (listener._selector.get_key(stalled[0].socket), selectors.EVENT_WRITE)
+
+        def select(timeout):
+            found = plain(timeout)
+            woken = any(key.fileobj == listener._wake for key, _ in found)
+            return [*found, ready] if woken else found
+
+        listener._selector.select = select
+        read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")  # the server looks anew
+        large.revoke()
+        assert len(raw.take(16 << 20)) < 16 << 20  # it was cut off
+        del listener._selector.select
+        tcp.disconnect()
+        read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")
+    assert not caplog.records
+
+
+def test_a_fault_in_one_connection_leaves_the_others_served(region, monkeypatch, caplog):
+    def fail(session) -> None:
+        raise ValueError("a bug")
+
+    with Raw(region) as raw, monkeypatch.context() as patch:
+        nonces = raw.greet()
+        patch.setattr(session.Session, "send", fail)
+        raw.socket.sendall(raw.request(nonces))
+        assert raw.closed()
+    read(region.descriptor, bytearray(100), deadline=LONG, via="tcp")
+    assert "a fault of its server" in caplog.text
 
 
 def test_who_says_nothing_is_closed(monkeypatch):

@@ -143,6 +143,8 @@ class Server:
         self._selector.register(peer, selectors.EVENT_READ, session)
 
     def _turn(self, session: Session, events: int) -> None:
+        if session not in self._sessions:  # dropped since the look that found it ready
+            return
         try:
             if events & selectors.EVENT_READ:
                 session.receive()
@@ -154,6 +156,9 @@ class Server:
             log.warning("closed a connection that does not speak the protocol: %s", e)
             self._drop(session)
         except (Revoked, EOFError, OSError):
+            self._drop(session)
+        except Exception:  # the others are served on
+            log.exception("closed a connection of %s: a fault of its server", self.endpoint)
             self._drop(session)
 
     def _woken(self) -> None:
