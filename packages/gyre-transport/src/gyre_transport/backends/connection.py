@@ -6,7 +6,8 @@ an error, a deadline or a cancellation is closed, never used again.
     what the socket says                       what is raised
     refused, closed, reset                     StaleDescriptor: the process ended, or took the memory back
     no connection, or silent for two seconds
-    at the network's level                     Unreachable
+    at the network's level, or no greeting
+    in twenty                                  Unreachable
     nothing in time                            DeadlineExceeded
     another process answers                    StaleDescriptor
 """
