@@ -25,7 +25,7 @@ from transport_readers import Cost, Readers
 
 from gyre_transport import Manifest, SnapshotSource
 from gyre_transport.bench.measure import Times, ratio, rounds, table
-from gyre_transport.bench.owner import Owner, own
+from gyre_transport.bench.owner import Owner, open_every_way, own
 from gyre_transport.bench.report import measure, text
 
 
@@ -50,6 +50,7 @@ def smollm2() -> dict[str, tuple[int, ...]]:
 
 def serve(size: int) -> None:
     """Be the owner: of `size` bytes, and of a snapshot."""
+    open_every_way()
     source = SnapshotSource("smollm2")
     rng = np.random.default_rng(0)
     tensors = {n: ("BF16", s, rng.integers(0, 1 << 16, int(np.prod(s)), dtype=np.uint16)) for n, s in smollm2().items()}

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from gyre_transport.backends.mooncake import engine
 from gyre_transport.bench.peers import mooncake_engine, raw_server, zmq_server
 from gyre_transport.buffers import aligned
 from gyre_transport.endpoint import configure
@@ -27,11 +28,16 @@ from gyre_transport.run import TransportConfig
 _WAIT = 300.0  # seconds
 
 
+def open_every_way() -> None:
+    """Have this process serve its memory every way there is; before it registers any."""
+    if engine.installed():
+        configure(TransportConfig(backends=("shm", "verbs", "tcp", "mooncake")))
+
+
 def own(size: int, more: dict[str, Any] | None = None) -> None:
     """Hold `size` bytes, serve them every way, say how (and `more`), until stdin ends; never returns."""
+    open_every_way()
     mooncake = mooncake_engine()
-    if mooncake is not None:
-        configure(TransportConfig(backends=("shm", "verbs", "tcp", "mooncake")))
     region = allocate(size)
     region.array(np.uint32)[:] = np.arange(size // 4, dtype=np.uint32)
     local = aligned(size).view(np.uint32)
