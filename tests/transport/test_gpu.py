@@ -12,12 +12,12 @@ import pytest
 
 from gyre_transport.backends.verbs.gpu import look
 from gyre_transport.buffers import view
-from gyre_transport.errors import DataError, DeadlineExceeded, ShapeMismatch, StaleDescriptor
+from gyre_transport.errors import DataError, DeadlineExceeded, ShapeMismatch, StaleDescriptor, Unreachable
 from gyre_transport.gpu import staged
 from gyre_transport.gpu.memory import KINDS, wait
 from gyre_transport.gpu.ring import Ring
 from gyre_transport.gpu.staged import StagedChannel
-from gyre_transport.memory import Descriptor, Part, read, read_many
+from gyre_transport.memory import Descriptor, Part, allocate, read, read_many, register
 
 LONG = 60.0  # seconds
 MIB = 1 << 20
@@ -58,7 +58,7 @@ def test_every_size(hold, gpu, via, nbytes):
     into = gpu.tensor(np.zeros(nbytes, np.uint8))
     read(hold(nbytes), into, deadline=LONG, via=via)
     assert np.array_equal(into.values, expected(nbytes))
-    assert gpu.settled == 1
+    assert gpu.settled
     assert gpu.under_way == 0
 
 
@@ -166,6 +166,75 @@ def test_a_gpu_that_hangs_is_said_to_still_write(hold, gpu, via, monkeypatch):
         read(hold(MIB), gpu.tensor(np.zeros(MIB, np.uint8)), deadline=LONG, via=via)
 
 
+# --- what is read of it ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["host", "gpu"])
+def room(request, gpu) -> Callable[[np.ndarray], Any]:
+    """What is read into."""
+    return gpu.tensor if request.param == "gpu" else lambda values: values
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4097, 20 * MIB + 3])
+def test_a_registered_tensor_of_every_size(gpu, room, nbytes):
+    gpu.looks = 2
+    into = np.zeros(nbytes, np.uint8)
+    with register(gpu.tensor(expected(nbytes))) as region:
+        read(region.descriptor, room(into), deadline=LONG)
+    assert np.array_equal(into, expected(nbytes))
+    assert gpu.under_way == 0
+
+
+def test_small_parts_and_rows_of_a_registered_tensor(gpu, room):
+    gpu.looks = 1
+    whole = expected(3 * MIB)
+    small, rows = np.zeros((500, 300), np.uint8), np.zeros((700, 1_000), np.uint8)
+    with register(gpu.tensor(whole)) as region:
+        parts = [Part(region.descriptor, room(s), i * 5_001) for i, s in enumerate(small)]
+        parts.append(Part(region.descriptor, room(rows), 7, rows=700, stride=4_000))
+        read_many(parts, deadline=LONG).wait()
+    assert np.array_equal(small, np.stack([whole[i * 5_001 :][:300] for i in range(500)]))
+    assert np.array_equal(rows, np.stack([whole[7 + i * 4_000 :][:1_000] for i in range(700)]))
+
+
+def test_a_tensor_is_what_its_descriptor_says(gpu):
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    with register(gpu.tensor(values)) as region:
+        assert (region.descriptor.dtype, region.descriptor.shape, region.nbytes) == ("F32", (3, 4), 48)
+        with pytest.raises(ShapeMismatch, match="F32"):
+            read(region.descriptor, np.zeros((3, 4), np.int32), deadline=LONG)
+        with pytest.raises(Unreachable, match="on a GPU; it is read over verbs or tcp"):
+            read(region.descriptor, np.zeros((3, 4), np.float32), deadline=LONG, via="shm")
+        with pytest.raises(DataError, match="look at the tensor"):
+            region.array()
+
+
+@pytest.mark.parametrize("end", ["close", "revoke", "renew"])
+def test_a_tensor_that_is_taken_back_in_the_middle_of_the_read(gpu, room, end):
+    with register(gpu.tensor(expected(20 * MIB))) as region:
+        descriptor = region.descriptor
+
+        def act() -> None:
+            if gpu.copies == 3:
+                gpu.during = lambda: None
+                getattr(region, end)()
+
+        gpu.during = act
+        with pytest.raises(StaleDescriptor):
+            read(descriptor, room(np.zeros(20 * MIB, np.uint8)), deadline=LONG)
+
+
+def test_a_gpu_that_fails_its_owner_ends_that_read_and_no_other(gpu):
+    with register(gpu.tensor(expected(3 * MIB))) as region, allocate(1_000) as other:
+        gpu.fails = 1
+        with pytest.raises(StaleDescriptor):
+            read(region.descriptor, np.zeros(3 * MIB, np.uint8), deadline=LONG, via="tcp")
+        read(other.descriptor, np.ones(1_000, np.uint8), deadline=LONG, via="tcp")
+        into = np.zeros(3 * MIB, np.uint8)
+        read(region.descriptor, into, deadline=LONG, via="tcp")
+    assert np.array_equal(into, expected(3 * MIB))
+
+
 # --- the parts -------------------------------------------------------------------------------------------------------
 
 
@@ -258,3 +327,14 @@ def test_what_is_queued_on_the_gpu_does_not_undo_a_read(hold, cuda, via):
     into.fill_(7)
     read(hold(8 * MIB), into, deadline=LONG, via=via)
     assert np.array_equal(into.cpu().numpy(), expected(8 * MIB))
+
+
+@pytest.mark.gpu
+def test_a_registered_cuda_tensor(cuda):
+    tensor = cuda.from_numpy(expected(40 * MIB)).cuda()
+    into, beside = np.zeros(40 * MIB, np.uint8), cuda.zeros_like(tensor)
+    with register(tensor) as region:
+        read(region.descriptor, into, deadline=LONG)
+        read(region.descriptor, beside, deadline=LONG)
+    assert np.array_equal(into, expected(40 * MIB))
+    assert cuda.equal(beside, tensor)

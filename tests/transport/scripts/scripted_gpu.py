@@ -57,8 +57,9 @@ class Memory:
         self.gpu.pinned_bytes += nbytes
         return np.zeros(nbytes, np.uint8)
 
-    def settle(self) -> None:
+    def queued(self) -> SimpleNamespace:
         self.gpu.settled += 1
+        return SimpleNamespace(done=lambda: True)
 
     def copy_in(self, at: int, host: memoryview) -> Copy:
         target, source = self.flat[at : at + host.nbytes], np.frombuffer(host, np.uint8)

@@ -153,16 +153,16 @@ def view(memory: Any, *, writable: bool = False) -> Buffer:
 def anywhere(memory: Any, *, writable: bool = False) -> Buffer:
     """As `view`, and of tensors on a GPU, too: their `bytes` have a length and parts, and cannot be looked into.
 
-    What this thread has queued on the GPU is over before the bytes are copied from or to.
+    What this thread has queued on the GPU is over when this returns.
     """
     if not hasattr(memory, "data_ptr") or str(memory.device.type) == "cpu":
         return view(memory, writable=writable)
-    from gyre_transport.gpu.memory import whole
+    from gyre_transport.gpu.memory import settle, whole
 
     shape = tuple(int(n) for n in memory.shape)
     _contiguous(memory.is_contiguous(), shape)
     found = whole(memory)
-    found.obj.settle()
+    settle(found.obj)
     dtype = _FROM_TORCH.get(str(memory.dtype))
     return Buffer(bytes=cast(memoryview, found), address=found.obj.address, dtype=dtype, shape=shape)
 

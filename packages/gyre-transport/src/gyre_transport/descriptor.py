@@ -69,7 +69,11 @@ class Address(msgspec.Struct, frozen=True, kw_only=True, tag="process"):
     address: int
 
 
-Location = Shared | Address
+class OnGpu(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
+    """Memory of a GPU, which no address of the owner's leads to."""
+
+
+Location = Shared | Address | OnGpu
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True, tag="descriptor"):

@@ -17,18 +17,19 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gyre_transport.backends.shm import allow_reads
-from gyre_transport.buffers import aligned, view
+from gyre_transport.buffers import aligned, anywhere, on_gpu, view
 from gyre_transport.control import Calls, Record, memfd
-from gyre_transport.descriptor import Address, Content, Descriptor, Location, Shared
+from gyre_transport.descriptor import Address, Content, Descriptor, Location, OnGpu, Shared
 from gyre_transport.endpoint import serve
 from gyre_transport.errors import DataError, ShapeMismatch
 from gyre_transport.frozen import attach
+from gyre_transport.gpu.memory import GpuBytes, settle
 from gyre_transport.reads import Part, read, read_chunks, read_many
 from gyre_transport.transfer import Transfer
 
@@ -92,8 +93,10 @@ class Region:
 
     @property
     def buffer(self) -> memoryview:
-        """The memory, [nbytes], format "B". Raises `DataError` when the region is closed."""
+        """The memory, [nbytes], format "B". Raises `DataError` when the region is closed, or on a GPU."""
         self._open()
+        if on_gpu(self._buffer):
+            raise DataError("the region is on a GPU; look at the tensor that was registered")
         return self._buffer
 
     def array(self, dtype: Any = np.uint8, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
@@ -106,7 +109,7 @@ class Region:
             raise ShapeMismatch(
                 f"{shape} of {kind} takes {count * kind.itemsize:,} bytes, not {self._nbytes:,} or less"
             )
-        flat = np.frombuffer(self._buffer, kind, count) if count else np.empty(0, kind)
+        flat = np.frombuffer(self.buffer, kind, count) if count else np.empty(0, kind)
         return flat.reshape(shape)
 
     def revoke(self) -> None:
@@ -118,9 +121,11 @@ class Region:
     def renew(self, content: Content | None = None) -> Descriptor:
         """Give the same memory a new descriptor, of `content` if given; the old one is revoked.
 
-        Raises `DataError` when closed.
+        Of GPU memory: what this thread has queued on the GPU is over when this returns. Raises `DataError` when closed.
         """
         self._open()
+        if on_gpu(self._buffer):
+            settle(cast(GpuBytes, self._buffer).obj)
         self._descriptor = None
         self._content = content or self._content
         self._descriptor = Descriptor(
@@ -196,14 +201,17 @@ def _allocate_shared(nbytes: int, content: Content | None, calls: Calls | None) 
 
 
 def register(memory: Any, *, content: Content | None = None, calls: Calls | None = None) -> Region:
-    """Make existing contiguous memory readable: numpy array, torch CPU tensor, buffer. Never copies.
+    """Make existing contiguous memory readable: numpy array, torch tensor, buffer. Never copies.
+
+    A tensor may be on a GPU. Where the driver allows, the network card reads it there over RDMA; everyone else is
+    served over tcp, through a little pinned memory.
 
     The region keeps `memory` alive; do not resize it. calls: handles what readers say (`notices.Notices`). Raises
     `ShapeMismatch` for what is not contiguous.
     """
-    local = view(memory)
+    local = anywhere(memory)
     allow_reads()
-    location = Address(address=local.address)
+    location = OnGpu() if on_gpu(local.bytes) else Address(address=local.address)
     return Region(memory, local.bytes, location, dtype=local.dtype, shape=local.shape, content=content, calls=calls)
 
 

@@ -19,7 +19,10 @@ from gyre_transport.backends import wire
 from gyre_transport.backends.mooncake.owner import Lender
 from gyre_transport.backends.verbs.owner import Exposures, Reached
 from gyre_transport.backends.wire import Kind, Status
+from gyre_transport.buffers import on_gpu
 from gyre_transport.control import Export, Record
+from gyre_transport.errors import DataError
+from gyre_transport.gpu.outlet import Outlet
 from gyre_transport.layout import Stretch
 
 log = logging.getLogger(__name__)
@@ -69,6 +72,7 @@ class Session:
         self._export: Export | None = None  # whose memory `_parts` are
         self._slot = 0  # of `_export`
         self._sealed = b""
+        self._outlet: Outlet | None = None
         self._ends: dict[object, Callable[[], None]] = {}
 
     @property
@@ -160,12 +164,24 @@ class Session:
         """The next parts, for one system call."""
         parts: list[memoryview] = []
         left = _SEND
+        if self._parts and on_gpu(self._parts[0]):
+            self._fetch()
         for part in self._parts:
+            if on_gpu(part):  # as soon as what is before it has been sent
+                break
             parts.append(part[:left])
             left -= part.nbytes
             if left <= 0 or len(parts) == _VECTOR:
                 break
         return parts
+
+    def _fetch(self) -> None:
+        self._outlet = self._outlet or Outlet()
+        try:
+            self._outlet.fetch(self._parts)
+        except DataError as e:
+            log.error("closed a connection whose reader wants memory of a GPU: %s", str(e))
+            raise Revoked from e
 
     def _sent(self, n: int) -> None:
         framing = min(n, len(self._out))
@@ -200,10 +216,11 @@ class Session:
         if not all(s.within(export.memory.nbytes) for s in stretches):
             self._refuse(Status.OUTSIDE, request.number)
             return
-        parts = [_bytes(export.memory, s) for s in stretches]
+        gpu = on_gpu(export.memory)
+        parts = _gpu_parts(export.memory, stretches) if gpu else [_bytes(export.memory, s) for s in stretches]
         head = wire.ANSWER.pack(Status.OK, request.number, total)
         seal = wire.seal(export.secret, request.proof)
-        if total > _SMALL:
+        if total > _SMALL or gpu:
             self._out += head
             self._export, self._slot, self._sealed = export, request.slot, seal
             self._parts.extend(parts)
@@ -277,6 +294,12 @@ def _body_bytes(kind: int, count: int) -> int:
     if kind in (Kind.CALL, Kind.CONNECT, Kind.LOCATE) and count <= wire.MAX_CALL:
         return count
     raise Malformed(f"a request of kind {kind} with {count}")
+
+
+def _gpu_parts(memory: memoryview, stretches: list[Stretch]) -> list[memoryview]:
+    """The bytes of all stretches, where they are."""
+    starts = ((s.offset + row * s.stride, s.length) for s in stretches if s.length for row in range(s.rows))
+    return [memory[start : start + length] for start, length in starts]
 
 
 def _bytes(memory: memoryview, stretch: Stretch) -> memoryview:

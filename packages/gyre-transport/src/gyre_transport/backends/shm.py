@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gyre_transport.backends.channel import ADDRESS_ERRORS, Adopt, Piece
 from gyre_transport.control import start_time
-from gyre_transport.descriptor import SECRET_BYTES, Address, Descriptor, Shared, host
+from gyre_transport.descriptor import SECRET_BYTES, Address, Descriptor, OnGpu, Shared, host
 from gyre_transport.errors import DataError, StaleDescriptor, Unreachable
 
 _MEMFD = "/memfd:gyre-"  # as the kernel shows the name of what `control.memfd` makes
@@ -40,6 +40,8 @@ class ShmChannel:
         self._waiting: list[Piece] = []
         self._came = 0  # pieces that have come and were not completed
         self._memory: _Mapped | _Process
+        if isinstance(descriptor.location, OnGpu):
+            raise Unreachable(f"the memory of {descriptor.owner} is on a GPU; it is read over verbs or tcp")
         self._peer = Peer(descriptor)
         try:
             if isinstance(descriptor.location, Shared):

@@ -49,9 +49,12 @@ class CudaMemory:
         except RuntimeError as e:
             raise DataError(f"cannot pin {nbytes:,} bytes of host memory: {e}; free memory") from e
 
-    def settle(self) -> None:
-        """The copies' stream waits for the current one."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def queued(self) -> _CudaCopy:
+        """On the current stream."""
+        with torch.cuda.device(self._device):
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+        return _CudaCopy(event)
 
     def copy_in(self, at: int, host: memoryview) -> _CudaCopy:
         """Host to device."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from gyre_transport.errors import DataError, DeadlineExceeded, ShapeMismatch
 
+_SETTLE = 60.0  # seconds for what was queued before
 _SPIN, _NAP = 64, 50e-6  # looks without a pause; seconds of a pause
 
 
@@ -27,8 +30,8 @@ class GpuMemory(Protocol):
     def pinned(self, nbytes: int) -> Any:
         """New host memory that the GPU copies from and to by itself: a writable buffer."""
 
-    def settle(self) -> None:
-        """Have what this thread has queued on the GPU be over before any copy begins."""
+    def queued(self) -> Copy:
+        """What this thread has queued on the GPU so far: done when that is over."""
 
     def copy_in(self, at: int, host: memoryview) -> Copy:
         """Start copying `host`, a part of pinned memory, to byte `at`."""
@@ -46,15 +49,15 @@ class GpuMemory(Protocol):
         """Have what another device wrote be seen by all that the GPU does from now on."""
 
 
-class GpuBytes(NamedTuple):
+class GpuBytes(msgspec.Struct, frozen=True, eq=False):
     """A stretch of it, in the place of a memoryview: only what stages or registers looks inside."""
 
     obj: GpuMemory
     start: int
     nbytes: int
 
-    def __getitem__(self, part: Any) -> Any:
-        """A part of it, of the same kind."""
+    def __getitem__(self, part: slice) -> GpuBytes:
+        """A part of it."""
         start, stop, step = part.indices(self.nbytes)
         if step != 1:
             raise ShapeMismatch(f"expected a contiguous part of GPU memory, got {part!r}")
@@ -82,12 +85,22 @@ def whole(tensor: Any) -> GpuBytes:
     return GpuBytes(memory, 0, memory.nbytes)
 
 
+def settle(memory: GpuMemory) -> None:
+    """Return when what this thread has queued on the GPU is over. Raises `DeadlineExceeded`, `DataError`.
+
+    A network card that reads or writes the memory knows nothing of what is queued, so the host waits for it.
+    """
+    wait(memory.queued(), time.monotonic() + _SETTLE)
+
+
 def wait(copy: Copy, end: float) -> None:
     """Return when it is done. end: of `time.monotonic`. Raises `DeadlineExceeded`, or `DataError`."""
     looks = 0
     while not copy.done():
         if time.monotonic() >= end:
-            raise DeadlineExceeded("a copy to or from the GPU was not over before the deadline; allow more time")
+            raise DeadlineExceeded(
+                "a copy to or from the GPU, or what was queued there before, was not over in time; allow more"
+            )
         looks += 1
         time.sleep(0 if looks < _SPIN else _NAP)
 

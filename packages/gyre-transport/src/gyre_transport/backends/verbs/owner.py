@@ -11,17 +11,18 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-from gyre_transport.backends.verbs import fabric
+from gyre_transport.backends.verbs import direct, fabric
 from gyre_transport.backends.verbs.device import Device
 from gyre_transport.backends.verbs.handshake import Accept, Decline, Offer, decode_offer, encode
 from gyre_transport.backends.verbs.queues import QueuePairs
-from gyre_transport.buffers import view
+from gyre_transport.buffers import on_gpu, view
 from gyre_transport.control import Export
 from gyre_transport.errors import DataError, Unreachable
+from gyre_transport.gpu.memory import GpuBytes
 from gyre_transport.run import TransportConfig
 
 log = logging.getLogger(__name__)
@@ -42,11 +43,17 @@ class Exposure:
             self.domain = self.device.domain()
             if export.memory.nbytes:
                 access = self.device.v.enums.IBV_ACCESS_REMOTE_READ
-                self.address = view(export.memory).address
-                self._region = self.device.region(self.domain, self.address, export.memory.nbytes, access)
+                self._region, self.address = self._register(export, access)
         except BaseException:
             self.close()
             raise
+
+    def _register(self, export: Export, access: int) -> tuple[Any, int]:
+        """(memory region, the memory's address to readers)."""
+        if on_gpu(export.memory):
+            return direct.region(self.device, self.domain, cast(GpuBytes, export.memory).obj, access)
+        address = view(export.memory).address
+        return self.device.region(self.domain, address, export.memory.nbytes, access), address
 
     @property
     def rkey(self) -> int:
