@@ -73,7 +73,7 @@ class Advance(threading.Thread):
 def test_advance_waits_for_the_reader(source, reader, end):
     manifest = source.publish(1, tensors(1))
     one = reader("elsewhere")
-    one.ask("stall_pull", manifest=told(manifest), deadline=3.0 if end == "time" else LONG)
+    one.ask("stall_pull", manifest=told(manifest), deadline=6.0 if end == "time" else LONG)
     assert source.readers == 1
     advance = Advance(source, wait=LONG)
     advance.start()
@@ -240,7 +240,7 @@ def test_the_source_serves_when_the_copy_ends_in_the_middle(machines, monkeypatc
     monkeypatch.setattr(reads, "_CHUNK", 1 << 16)
     monkeypatch.setattr(tcp, "_BATCH", 1 << 16)
     pids = served(monkeypatch, act)
-    assert values(pull(machines.manifest, deadline=6.0 if end == "stop" else LONG, via="tcp")) == {1.0}
+    assert values(pull(machines.manifest, deadline=12.0 if end == "stop" else LONG, via="tcp")) == {1.0}
     assert set(pids) == {machines.holder.pid, os.getpid()}
 
 
@@ -294,8 +294,8 @@ def test_what_readers_and_source_hold_is_back_where_it_was_after_every_end(owner
             case 3:
                 assert one.ask("pull", manifest=current)["values"] == [float(version)]
         one.ask("let_go")
-    eventually(lambda: all(one.ask("count")[k] <= n for k, n in before[1].items()), within=20.0)
-    eventually(lambda: all(owner.ask("count")[k] <= n for k, n in before[0].items()), within=20.0)
+    eventually(lambda: all(one.ask("count")[k] <= n for k, n in before[1].items()), within=60.0)
+    eventually(lambda: all(owner.ask("count")[k] <= n for k, n in before[0].items()), within=60.0)
     owner.ask("forget", model="leaks")
 
 
