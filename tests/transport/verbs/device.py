@@ -16,8 +16,8 @@ from gyre_transport import endpoint, reads
 from gyre_transport.backends.tcp import disconnect
 from gyre_transport.backends.verbs.channel import kept
 from gyre_transport.backends.verbs.connection import VerbsConnection
-from gyre_transport.errors import StaleDescriptor
-from gyre_transport.memory import Descriptor, read
+from gyre_transport.errors import StaleDescriptor, Unreachable
+from gyre_transport.memory import Descriptor, read, register
 from gyre_transport.run import TransportConfig
 
 LONG = 60.0  # seconds
@@ -84,3 +84,21 @@ def test_a_request_of_more_than_a_message(hold, monkeypatch):
     monkeypatch.undo()
     read(descriptor, parts, deadline=LONG, via="tcp")
     assert np.array_equal(whole, parts)
+
+
+def test_what_the_device_cannot_put_on_a_gpu_is_staged(hold, gpu):
+    gpu.looks, nbytes = 2, (9 << 20) + 1
+    descriptor, into, host = hold(nbytes), np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    read(descriptor, gpu.tensor(into), deadline=LONG, via="verbs")
+    read(descriptor, host, deadline=LONG, via="tcp")
+    assert np.array_equal(into, host)
+    assert (gpu.copies, gpu.under_way) == (3, 0)
+
+
+def test_memory_of_a_gpu_that_the_device_cannot_read_comes_over_tcp(gpu):
+    values, into = np.arange(1 << 20).astype(np.uint8), np.zeros(1 << 20, np.uint8)
+    with register(gpu.tensor(values)) as region:
+        with pytest.raises(Unreachable, match="declines: the network card does not reach the memory of the GPU"):
+            read(region.descriptor, into, deadline=LONG, via="verbs")
+        read(region.descriptor, into, deadline=LONG)
+    assert np.array_equal(into, values)

@@ -108,7 +108,7 @@ def _verbs() -> Finding:
 
 
 def _gpu(machine: gpu.Machine) -> str:
-    return f". Memory of GPUs would go {gpu.how(machine)}" if machine.gpus else ""
+    return f". Memory of GPUs goes {gpu.how(machine)}" if machine.gpus else ""
 
 
 def _mooncake() -> Finding:

@@ -21,7 +21,7 @@ def region(device: Device, domain: Any, memory: GpuMemory, access: int) -> tuple
     """Register it: (memory region, address of its first byte to the device). Raises `Unreachable`: stage it."""
     way = gpu.way(_machine())
     if way is gpu.Way.STAGED:
-        raise Unreachable(f"GPU memory goes {gpu.how(_machine())}")
+        raise Unreachable(f"the network card does not reach the memory of the GPU: {gpu.how(_machine())}")
     memory.lend()
     if way is gpu.Way.PEERMEM:
         return device.region(domain, memory.address, memory.nbytes, access), memory.address

@@ -5,8 +5,8 @@
     peermem   the kernel module nvidia-peermem (or nv_peer_mem)      GPU - network card
     staged    nothing                                                GPU - pinned host memory - network card
 
-`look` finds out what is here; `way` decides, and is all there is to test without such a machine. Reads of GPU memory
-are not built yet: `doctor` says which way they would take.
+`look` finds out what is here; `way` decides; `direct` registers. A reader stages what its network card cannot write to
+(`gyre_transport.gpu.staged`). An owner whose network card cannot read the memory declines, and serves it over tcp.
 """
 
 from __future__ import annotations
