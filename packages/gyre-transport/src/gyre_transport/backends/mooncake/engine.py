@@ -48,9 +48,9 @@ class Engine:
         self._engine.unregister_memory(address)
 
     def begin(self, segment: str, address: int, remote: int, nbytes: int) -> int:
-        """Start one read; returns its number. May block for seconds when the segment is not known yet."""
+        """Start one read; returns its number, 0 when it failed. May block for seconds when the segment is not known yet."""
         number = int(self._engine.batch_transfer_async_read(segment, [address], [remote], [nbytes]))
-        return max(0, number)
+        return number if 0 < number < 1 << 63 else 0  # -1 as an unsigned number would be followed as a pointer
 
     def state(self, number: int) -> int:
         """Of a read that `begin` started: 0 under way, 1 done, less failed; then the number means nothing any more."""
