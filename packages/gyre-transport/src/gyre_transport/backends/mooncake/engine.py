@@ -48,7 +48,7 @@ class Engine:
         self._engine.unregister_memory(address)
 
     def begin(self, segment: str, address: int, remote: int, nbytes: int) -> int:
-        """Start one read; returns its number, 0 when it failed. May block for seconds when the segment is not known yet."""
+        """Start one read; returns its number, 0 when it failed. May block for seconds, when the segment is new."""
         number = int(self._engine.batch_transfer_async_read(segment, [address], [remote], [nbytes]))
         return number if 0 < number < 1 << 63 else 0  # -1 as an unsigned number would be followed as a pointer
 
