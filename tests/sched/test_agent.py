@@ -23,7 +23,7 @@ from gyre_sched import protocol as p
 from gyre_sched.agent import CellAgent, trainer_command
 from gyre_sched.config import SchedConfig
 from gyre_sched.engine import launch
-from gyre_sched.errors import EngineStartError, TrainerError
+from gyre_sched.errors import EngineError, EngineStartError, TrainerError
 from gyre_transport.bus import Client, Server
 from gyre_transport.run import Context
 
@@ -95,6 +95,10 @@ stop_timeout = 5.0
 
     def faults(self, *names: str) -> None:
         (self.folder / "faults").write_text("\n".join(names))
+
+    def kill_engine(self) -> None:
+        assert self.agent.engine.pid is not None
+        psutil.Process(self.agent.engine.pid).children()[0].kill()  # below its guard
 
     def nothing_left(self) -> bool:
         return set(psutil.Process().children()) <= self.before
@@ -205,6 +209,27 @@ async def test_a_satellite_without_a_trainer_stays_in_rollout(rig: Rig) -> None:
     assert isinstance(reply, p.Failed)
     assert "exit code -9" in reply.detail
     assert not rig.agent.engine.released
+    assert not running.done()
+
+
+async def test_no_run_without_the_cores_engine(rig: Rig) -> None:
+    running = await rig.up(engine="attempts = 0")
+    rig.kill_engine()
+    with pytest.raises(EngineError, match="engine cell-0 was given up: it ended with exit code 137"):
+        await rig.end(running)
+    assert rig.nothing_left()
+
+
+async def test_a_satellite_whose_engine_is_given_up_says_so_and_is_not_started_by_an_order(rig: Rig) -> None:
+    running = await rig.up(cell=1, engine="attempts = 0")
+    rig.kill_engine()
+    lost = await rig.scheduler.state(lambda s: not s.engine_alive, wait=WAIT)
+    assert not lost.routable
+    assert "exit code 137" in lost.detail
+    reply = await rig.ask(p.EnterRollout(version=0, manifest=b""))
+    assert isinstance(reply, p.Failed)
+    assert "was given up" in reply.detail
+    assert rig.agent.engine.pid is None
     assert not running.done()
 
 

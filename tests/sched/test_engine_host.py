@@ -118,6 +118,21 @@ async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         assert not list(made.scratch.iterdir()), "weights were left behind"
 
 
+@pytest.fixture
+def calls(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, bool]]:
+    """What the host asks its engine from now on: path, body, and whether the engine counted as alive meanwhile."""
+    made: list[tuple[str, Any, bool]] = []
+    call = EngineClient._call
+
+    async def recorded(client: EngineClient, method: str, path: str, body: Any = None, **more: Any) -> Any:
+        answer = await call(client, method, path, body, **more)
+        made.append((path, body, rig.host.alive))
+        return answer
+
+    monkeypatch.setattr(EngineClient, "_call", recorded)
+    return made
+
+
 # --- start ----------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +229,44 @@ async def test_weights_that_cannot_be_had_change_nothing(rig: Rig) -> None:
     assert "/pause_generation" not in await rig.calls()
 
 
+@pytest.mark.parametrize(
+    ("how", "way", "pause"),
+    [
+        ("refresh", "disk", "retract"),
+        ("refresh", "disk", "in_place"),
+        ("refresh", "tensor", "retract"),
+        ("refresh", "tensor", "in_place"),
+        ("return", "disk", "retract"),
+        ("restart", "disk", "in_place"),
+    ],
+)
+async def test_new_weights_abort_nothing_and_leave_no_cache_of_old_ones(
+    rig: Rig, calls: list[tuple[str, Any, bool]], how: str, way: str, pause: str
+) -> None:
+    """SGLang aborts whatever runs unless told otherwise. In place, pages are kept apart by weights: `namespaces`."""
+    host = await rig.up(dtype="bfloat16", refresh=way, refresh_pause=pause)
+    if how == "return":
+        await host.release()
+    elif how == "restart":
+        await host.refresh(1, rig.publish(1), deadline=WAIT)
+    calls.clear()
+    if how == "refresh":
+        await host.refresh(1, rig.publish(1), deadline=WAIT)
+    elif how == "return":
+        await host.come_back(1, rig.publish(1), deadline=WAIT)
+    else:
+        os.kill(rig.program(), signal.SIGKILL)
+        await rig.until(lambda: not host.alive)
+        await rig.until(lambda: host.alive)
+    assert host.version == 1
+    assert [body["mode"] for path, body, _ in calls if path == "/pause_generation"] == [pause]
+    updates = [body for path, body, _ in calls if path == f"/update_weights_from_{way}"]
+    assert updates
+    assert [body["abort_all_requests"] for body in updates] == [False] * len(updates)
+    assert updates[-1]["flush_cache"] == (pause == "retract")
+    assert "/abort_request" not in [path for path, _, _ in calls]
+
+
 # --- an engine's end ------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +283,37 @@ async def test_a_killed_engine_comes_back_with_the_last_weights(rig: Rig) -> Non
     assert host.pid != pid
     assert "exit code 137" in states[0]
     assert "/update_weights_from_disk" in await rig.calls()
+
+
+async def test_an_engine_that_is_back_counts_as_alive_once_it_has_answered_with_its_weights(
+    rig: Rig, calls: list[tuple[str, Any, bool]]
+) -> None:
+    """Until then whoever asks the host, at any moment, is told that nothing may be sent to it."""
+    host = await rig.up()
+    await host.refresh(3, rig.publish(3), deadline=WAIT)
+    os.kill(rig.program(), signal.SIGKILL)
+    await rig.until(lambda: not host.alive)
+    await rig.until(lambda: host.alive)
+    made = [(path, alive) for path, _, alive in calls if path != "/health"]
+    up = max(i for i, (path, _) in enumerate(made) if path == "/freeze_gc")  # with the weights of the model folder
+    assert [path for path, _ in made[up + 1 :]] == [
+        *["/pause_generation", "/update_weights_from_disk", "/model_info"],
+        *["/continue_generation", "/continue_generation", "/generate"],
+    ]
+    assert not any(alive for _, alive in made[up:])
+
+
+async def test_an_engine_that_is_back_and_answers_with_other_weights_is_not_alive(rig: Rig) -> None:
+    """It takes the weights and says so, but samples with those of the model folder."""
+    host = await rig.up(attempts=1)
+    await host.refresh(3, rig.publish(3), deadline=WAIT)
+    rig.faults("samples_with_old")
+    os.kill(rig.program(), signal.SIGKILL)
+    assert rig.watching is not None
+    with pytest.raises(EngineError, match=r"was probed: expected '3-[0-9a-f]{8}', it sampled with '0'"):
+        await asyncio.wait_for(asyncio.shield(rig.watching), WAIT)
+    assert not host.alive
+    assert host.pid is None
 
 
 async def test_an_engine_that_does_not_answer_is_restarted(rig: Rig) -> None:
@@ -296,6 +380,51 @@ async def test_an_engine_that_keeps_ending_is_given_up(rig: Rig) -> None:
     rig.faults()
     with pytest.raises(EngineError, match="was given up"):
         await host.come_back(0, b"", deadline=WAIT)
+
+
+async def test_an_engine_that_ends_after_every_restart_is_given_up(rig: Rig) -> None:
+    """Each restart succeeds: it is the ends that are counted."""
+    host = await rig.up(attempts=2)
+    for _ in range(2):
+        os.kill(rig.program(), signal.SIGKILL)
+        await rig.until(lambda: not host.alive)
+        await rig.until(lambda: host.alive)
+    os.kill(rig.program(), signal.SIGKILL)
+    assert rig.watching is not None
+    with pytest.raises(EngineError, match="was given up: it ended with exit code 137"):
+        await asyncio.wait_for(asyncio.shield(rig.watching), WAIT)
+    assert not host.alive
+    assert host.pid is None
+
+
+async def test_an_engine_that_ends_in_every_training_phase_is_given_up(rig: Rig) -> None:
+    """It is started by its return only, which succeeds each time."""
+    host = await rig.up(attempts=2)
+    for _ in range(2):
+        await host.release()
+        os.kill(rig.program(), signal.SIGKILL)
+        await rig.until(lambda: not host.alive)
+        await host.come_back(0, b"", deadline=WAIT)
+        assert host.alive
+    await host.release()
+    os.kill(rig.program(), signal.SIGKILL)
+    assert rig.watching is not None
+    with pytest.raises(EngineError, match="was given up"):
+        await asyncio.wait_for(asyncio.shield(rig.watching), WAIT)
+    with pytest.raises(EngineError, match="was given up"):
+        await host.come_back(0, b"", deadline=WAIT)
+
+
+async def test_an_engine_that_takes_no_weights_is_given_up(rig: Rig) -> None:
+    host = await rig.up(attempts=2)
+    rig.faults("update_fails")
+    with pytest.raises(WeightsUnknown):
+        await host.refresh(1, rig.publish(1), deadline=WAIT)
+    assert rig.watching is not None
+    with pytest.raises(EngineError, match="was given up: given up after 3 ends"):
+        await asyncio.wait_for(asyncio.shield(rig.watching), WAIT)
+    assert not host.alive
+    assert host.pid is None
 
 
 async def test_an_engine_that_ends_while_released_waits_for_its_return(rig: Rig) -> None:

@@ -7,6 +7,7 @@ Started as `engine.py PORT FAULTS`; FAULTS is a file with one fault a line, read
     update_fails    /update_weights_from_disk and …_from_tensor answer 400
     update_dies     the process ends in the middle of an update
     wrong_version   the new version is not taken over
+    samples_with_old  the new version is taken over, and not used
     wrong_weights   /weights_checker gives another checksum than the loaded weights have
     hangs           /health never answers
 GET /calls lists the paths called so far. Releasing twice, or resuming what is not released, ends the process, as in
@@ -57,7 +58,8 @@ class Engine:
                     await asyncio.sleep(0.005)
                 return web.json_response({"output_ids": [1, 2]})
             case "/generate":
-                meta = {"weight_version": self.version, "finish_reason": {"type": "length"}}
+                sampled = "0" if "samples_with_old" in now else self.version
+                meta = {"weight_version": sampled, "finish_reason": {"type": "length"}}
                 return web.json_response({"output_ids": [1, 2], "meta_info": meta})
             case "/pause_generation":
                 self.paused = body["mode"]

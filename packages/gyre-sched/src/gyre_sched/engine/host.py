@@ -222,7 +222,7 @@ class EngineHost:
         await self._launch()
         if self._manifest is not None and self._manifest.version != self.version:
             try:
-                await self._update(self._manifest, deadline=self._config.start_timeout)
+                await self._serve(self._manifest.version, self._manifest, time.monotonic() + self._config.start_timeout)
             except RefreshError as e:  # most likely replaced by a newer one: who asks for that one sends its manifest
                 log.warning("engine %s is back with version %d only: %s", self.name, self.version, e)
             except BaseException:
