@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from gyre_agent_proxy.keys import execution_of
-from gyre_agent_proxy.runner import service
+from gyre_agent_proxy.runner import dispatch, service
 from gyre_agent_proxy.runner.errors import HarnessError, RunnerError
 from gyre_agent_proxy.runner.ledger import Ledger, Row, State
 from gyre_agent_proxy.runner.peers import PeerError, Peers
@@ -268,6 +268,17 @@ async def test_groups_start_in_the_order_the_scheduler_gives(make_world: Callabl
     world.capacity = 1
     await serve(world.context())
     assert [name[:6] for name in world.started] == ["b0-g01"] * 3 + ["b0-g00"] * 3
+
+
+@pytest.mark.parametrize("order", [(1,), (0, 0), (0, 1, 2), (0, 2)])
+async def test_an_order_that_leaves_a_group_out_or_has_one_twice_dispatches_nothing(
+    make_world: Callable[..., Any], order: tuple[int, ...]
+) -> None:
+    world = await make_world(steps=2)
+    world.order = order
+    with pytest.raises(RunnerError, match=re.escape(f"expected each of 0 to 1 once, got {order!r}")):
+        await serve(world.context())
+    assert not world.rows()
 
 
 async def test_a_harness_with_a_file_has_a_home_of_its_own_while_it_runs(make_world: Callable[..., Any]) -> None:
@@ -541,6 +552,10 @@ async def test_fates_that_never_come(make_world: Callable[..., Any]) -> None:
     assert {row.state for row in world.rows().values()} == {State.SUBMITTED}
 
 
+PLAIN = """
+import pathlib
+pathlib.Path("answer.txt").write_text("0.5")
+"""
 WAITING = """
 import os, pathlib, time
 pathlib.Path("pid").write_text(str(os.getpid()))
@@ -601,6 +616,30 @@ async def test_sigterm_ends_harnesses_and_a_restart_goes_on(make_world: Callable
     assert sorted(world.terminated) == sorted(set(world.closed)) == sorted(rows), "the water level reaches 0"
     assert {row.state for row in rows.values()} == {State.TRAINED, State.PLACEHOLDER, State.EXCLUDED}
     assert len(world.submitted) == 8
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+async def test_a_run_that_ends_again_and_again_skips_no_task_and_draws_none_twice(
+    make_world: Callable[..., Any], how: signal.Signals
+) -> None:
+    """Wherever in its bursts it ends: with the restarts it dispatches what it would have dispatched without."""
+    world = await make_world(PLAIN, steps=6, group_size=2)
+    world.capacity = 1
+    for count in (1, 6, 7):  # executions started: within the first burst, and twice within the second
+        child = await started(world, PLAIN, [])
+        while len(world.started) < count:
+            assert child.returncode is None, child.tail()
+            await asyncio.sleep(0.01)
+        os.kill(child.pid, how)
+        await child.stop()
+        world.dispatched = 0  # a burst may be granted a second time
+    await serve(world.context())
+    context = world.context()
+    names = dispatch.order(["one", "two"], context.run.seed)
+    planned = [p for burst in range(3) for p in dispatch.burst(burst, context.batch, names)]
+    assert {name: row.task for name, row in world.rows().items()} == {p.execution: p.task for p in planned}
+    assert sorted(world.submitted) == sorted(p.execution for p in planned)
+    assert set(world.started) == set(world.terminated) == set(world.submitted), "each was started, and ended"
 
 
 async def test_a_killed_runner_takes_its_harnesses_along_and_their_work_is_scored(

@@ -68,6 +68,11 @@ class Peers:
         while True:
             reply = await self._call("scheduler", self._scheduler, request)
             if isinstance(reply, sched.Granted):
+                if reply.order and sorted(reply.order) != list(range(len(tasks))):  # a group left out would be skipped
+                    raise PeerError(
+                        f"the scheduler ordered the groups of burst {burst}: expected each of 0 to {len(tasks) - 1} "
+                        f"once, got {reply.order!r}; is it of another run, or another version of Gyre?"
+                    )
                 return reply
             if not isinstance(reply, sched.NotYet):
                 raise PeerError(f"the scheduler answered OpenBurst with {reply!r}; is it another version of Gyre?")
