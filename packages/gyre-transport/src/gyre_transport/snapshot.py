@@ -22,13 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from gyre_transport import safetensors
 from gyre_transport.backends.shm import Peer
-from gyre_transport.buffers import DTYPES, THREADS, aligned, view
+from gyre_transport.buffers import THREADS, aligned, view
 from gyre_transport.descriptor import Descriptor, Shared, host
 from gyre_transport.endpoint import Backend, candidates
 from gyre_transport.errors import (
@@ -41,12 +40,13 @@ from gyre_transport.errors import (
     Unreachable,
 )
 from gyre_transport.frozen import Draft, attach, is_frozen
-from gyre_transport.layout import Box, Stretch, stretches
+from gyre_transport.layout import Box, Stretch
 from gyre_transport.lease import Lease
-from gyre_transport.manifest import Entry, Manifest, arrange
+from gyre_transport.manifest import Entry, Manifest
 from gyre_transport.memory import Region, publish
 from gyre_transport.reads import Part, read, read_many
 from gyre_transport.source import SnapshotSource, Tensor
+from gyre_transport.wanted import Wanted
 
 __all__ = ["Entry", "Manifest", "Snapshot", "SnapshotSource", "Tensor", "pull"]
 
@@ -129,7 +129,7 @@ def pull(
     `into` then holds no meaning.
     """
     manifest.check()
-    wanted = _Wanted(manifest, select)
+    wanted = Wanted(manifest, select)
     if into is not None:
         into = view(into, writable=True).bytes
         if into.nbytes < wanted.nbytes:
@@ -155,45 +155,13 @@ def pull(
     raise AssertionError  # never: the second time returns or raises
 
 
-class _Wanted:
-    """What is pulled: all tensors where they are, or some parts of some, beside each other."""
-
-    def __init__(self, manifest: Manifest, select: Mapping[str, Box | None] | None) -> None:
-        self.entries, self.nbytes = manifest.entries, manifest.nbytes
-        self.stretches: list[tuple[int, Stretch]] | None = None  # place in the buffer, bytes of the region; None: all
-        self.whole = manifest.entries  # of `entries`, those with a checksum
-        if select is None:
-            return
-        known = {e.name: e for e in manifest.entries}
-        if missing := [name for name in select if name not in known]:
-            raise ShapeMismatch(f"{manifest.content} holds no {missing[0]!r} ({len(missing)} unknown names in all)")
-        shapes = {name: known[name].shape if box is None else box.shape for name, box in select.items()}
-        sizes = {name: int(np.prod(shape)) * DTYPES[known[name].dtype][0] for name, shape in shapes.items()}
-        offsets, self.nbytes = arrange(sizes.values())
-        self.entries = tuple(
-            msgspec.structs.replace(known[name], offset=offset, nbytes=sizes[name], shape=shapes[name])
-            for name, offset in zip(select, offsets, strict=True)
-        )
-        self.whole = tuple(e for e in self.entries if e.nbytes == known[e.name].nbytes)
-        self.stretches = []
-        for entry in self.entries:
-            there, at = known[entry.name], entry.offset
-            box = select[entry.name] or Box((0,) * len(there.shape), there.shape)
-            try:
-                for s in stretches(there.shape, box, DTYPES[there.dtype][0]):
-                    self.stretches.append((at, s._replace(offset=there.offset + s.offset)))
-                    at += s.nbytes
-            except ShapeMismatch as e:
-                raise ShapeMismatch(f"{entry.name!r} of {manifest.content}: {e}") from None
-
-
 class _Pull:
     """One pull: the fields are the arguments of `pull`."""
 
     def __init__(
         self,
         manifest: Manifest,
-        wanted: _Wanted,
+        wanted: Wanted,
         end: float,
         verify: bool,
         into: memoryview | None,
