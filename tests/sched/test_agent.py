@@ -233,8 +233,9 @@ async def test_a_satellite_whose_engine_is_given_up_says_so_and_is_not_started_b
     assert not running.done()
 
 
-async def test_a_standalone_engine_has_no_trainer_and_says_so(rig: Rig) -> None:
-    running = await rig.up(cell=1, sched="cells = 1\nstandalone = 1")
+@pytest.mark.parametrize("sched", ["cells = 1\nstandalone = 1", 'cells = 2\nschedule = "async"\ntrainers = 1'])
+async def test_a_cell_that_only_samples_has_no_trainer_and_says_so(rig: Rig, sched: str) -> None:
+    running = await rig.up(cell=1, sched=sched)
     assert rig.agent.trainer.pid is None
     state = await rig.scheduler.state(lambda s: True, wait=WAIT)
     assert (state.routable, state.trainer_alive) == (True, False)
@@ -253,6 +254,13 @@ async def test_reports_of_another_cells_trainer_are_refused(rig: Rig) -> None:
         await rig.ask(p.TrainerReport(cell=4, state="idle"))
     with pytest.raises(Exception, match="trainer state"):
         await rig.ask(p.TrainerReport(cell=0, state="asleep"))
+
+
+async def test_what_an_ended_trainer_had_under_way_is_not_its_successors(rig: Rig) -> None:
+    await rig.up()
+    with pytest.raises(Exception, match="got one of 'ended'"):
+        await rig.ask(p.TrainerReport(cell=0, state="training", instance="ended"))
+    assert rig.agent.trainer.state == "idle"
 
 
 def test_the_trainers_command() -> None:

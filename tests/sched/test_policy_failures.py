@@ -175,9 +175,9 @@ def test_a_late_answer_changes_nothing(new_desk):
 
 def test_a_second_look_decides_nothing_new(trained):
     desk = trained()
-    before = desk.policy.state.status(desk.at)
+    before = desk.policy.state.status(desk.at, desk.policy.config)
     assert desk.policy.step(Tick(desk.at)) == []
-    assert desk.policy.state.status(desk.at) == before
+    assert desk.policy.state.status(desk.at, desk.policy.config) == before
 
 
 def test_ids_of_the_burst_before_are_still_known(new_desk):

@@ -28,7 +28,8 @@ def main() -> int:
     with BlockingClient(context.bus.address(f"agent-{args.cell}"), p.AgentReply) as agent:
         while state != "stop":
             wait = 0.05 if state == "training" else 2.0
-            state = agent.call(p.TrainerReport(cell=args.cell, state=state, wait=wait), deadline=30).want
+            report = p.TrainerReport(cell=args.cell, state=state, wait=wait, instance=os.environ["GYRE_TRAINER"])
+            state = agent.call(report, deadline=30).want
     (args.config.parent / f"stopped-{args.cell}").touch()
     return 0
 

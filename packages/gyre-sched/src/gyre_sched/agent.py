@@ -7,7 +7,8 @@
               ◀─ CellHello once, CellState at every heartbeat and change
 
 Both processes stay up for the whole run. One switch is carried out at a time; StopCell interrupts it. A standalone
-engine (`cell` from sched.cells on) is a cell without a trainer: it takes weights, and never trains.
+engine (`cell` from sched.cells on; in an async schedule, from sched.trainers on) is a cell without a trainer: it takes
+weights, and never trains.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ class CellAgent:
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.engine.start())
-            if self.cell < self._sched.cells:
+            if self.cell < self._sched.with_trainer:
                 group.create_task(self.trainer.start(deadline=self._sched.start_timeout))
         await self._first_hello()
         log.info("cell %d is up after %.1f s: %s", self.cell, time.monotonic() - began, self.engine.url)

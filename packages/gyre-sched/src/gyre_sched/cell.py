@@ -104,8 +104,7 @@ class Cell:
 
     def may_train(self, config: SchedConfig) -> bool:
         """It has a trainer, which is up, and entering did not fail too often."""
-        trainers = config.trainers if config.schedule == "async" else config.cells
-        return self.index < trainers and self.trainer_alive and not self.barred(config)
+        return self.index < config.with_trainer and self.trainer_alive and not self.barred(config)
 
     def mending(self, at: float, config: SchedConfig) -> bool:
         """Failed, but its agent is there and may still bring it back: worth waiting for before a burst."""
@@ -116,7 +115,7 @@ class Cell:
         """Returning to rollout failed too often: only a new agent brings the cell back."""
         return self.role is Role.FAILED and self.return_failures >= config.attempts
 
-    def status(self, at: float) -> CellStatus:
+    def status(self, at: float, config: SchedConfig) -> CellStatus:
         """For an operator."""
         return CellStatus(
             cell=self.index,
@@ -125,4 +124,5 @@ class Cell:
             version=self.version,
             engine_alive=self.engine_alive,
             trainer_alive=self.trainer_alive,
+            trains=self.index < config.with_trainer,
         )

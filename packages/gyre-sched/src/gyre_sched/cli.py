@@ -59,7 +59,8 @@ def _status(args: argparse.Namespace) -> int:
         b = status.backlog
         print(f"feed: {b.waiting} waiting, batch {b.open_batch} open, {b.batches_closed} batches closed")
     for cell in status.cells:
-        health = f"engine {_alive(cell.engine_alive)}, trainer {_alive(cell.trainer_alive)}"
+        trainer = f"trainer {_alive(cell.trainer_alive)}" if cell.trains else "samples only"
+        health = f"engine {_alive(cell.engine_alive)}, {trainer}"
         print(f"cell {cell.cell}: {cell.role} for {cell.since:.0f} s, version {cell.version}, {health}")
     return 0
 

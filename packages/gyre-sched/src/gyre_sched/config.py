@@ -43,6 +43,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trainer: tuple[str, ...] = ()  # command of a cell's trainer; empty: gyre-train's replica
     web: WebConfig = WebConfig()
 
+    @property
+    def with_trainer(self) -> int:
+        """The first so many cells have a trainer; what follows only samples."""
+        return self.trainers if self.schedule == "async" else self.cells
+
     def __post_init__(self) -> None:
         for name in ("cells", "capacity", "attempts", "stay_behind", "trainers"):
             if getattr(self, name) < 1:

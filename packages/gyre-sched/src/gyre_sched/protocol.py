@@ -227,6 +227,7 @@ class CellStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     engine_alive: bool
     trainer_alive: bool
+    trains: bool = True  # it has a trainer, or should; others only sample
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
@@ -310,6 +311,7 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True, tag="trainer_repo
     state: str  # starting | idle | training
     wait: float = 2.0
     detail: str = ""
+    instance: str = ""  # GYRE_TRAINER of its environment; empty: not said
 
 
 class TrainerOrder(msgspec.Struct, frozen=True, kw_only=True, tag="trainer_order"):

@@ -34,7 +34,7 @@ class Requests:
             p.Published: self._published,
             p.CellHello: self._cell_hello,
             p.CellState: self._cell_state,
-            p.GetStatus: lambda _, at: state.status(at),
+            p.GetStatus: lambda _, at: state.status(at, motions.config),
         }
 
     def handle(self, request: p.Request, at: float) -> p.Reply | None:
@@ -190,7 +190,7 @@ class Requests:
         self._state.engines[m.engine] = m.cell
         cell.agent, cell.engine, cell.url, cell.capacity = m.agent, m.engine, m.engine_url, m.capacity
         cell.version, cell.kv, cell.trainer, cell.instance, cell.state = m.version, m.kv, "idle", m.instance, None
-        cell.engine_alive, cell.trainer_alive = True, cell.index < self._config.cells
+        cell.engine_alive, cell.trainer_alive = True, cell.index < self._config.with_trainer
         cell.enter_failures = cell.return_failures = 0
         cell.suspect = False
         self._do.record(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gyre_sched.cell import Cell
+from gyre_sched.config import SchedConfig
 from gyre_sched.errors import Refused
 from gyre_sched.pace import Pace
 from gyre_sched.predict import Durations, Running, TaskLengths
@@ -239,7 +240,7 @@ class State:
             "version": self.version,
         }
 
-    def status(self, at: float) -> Status:
+    def status(self, at: float, config: SchedConfig) -> Status:
         """What an operator wants to know at `at`."""
         return Status(
             dispatched=self.count.dispatched,
@@ -250,7 +251,7 @@ class State:
             burst=self.burst.index if self.burst else None,
             version=self.version,
             epoch=self.epoch,
-            cells=tuple(c.status(at) for c in self.cells),
+            cells=tuple(c.status(at, config) for c in self.cells),
             backlog=self.backlog,
             halted=self.halted,
         )

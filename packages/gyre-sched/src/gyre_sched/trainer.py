@@ -2,12 +2,16 @@
 
 trainer ── TrainerReport(state) ──▶ report ──▶ TrainerOrder(want)      held back while state == want
 agent ── become("training" | "idle") ──▶ waits until the trainer reports it
+
+A trainer finds a name of its own, its instance, in the environment variable GYRE_TRAINER, and reports it: what one that
+has ended still had under way is not taken for its successor's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST = 30.0  # seconds a report is held back at most
 STATES = ("starting", "idle", "training")
+INSTANCE = "GYRE_TRAINER"  # the environment variable
 
 
 class TrainerHost:
@@ -48,6 +53,7 @@ class TrainerHost:
         self._given_up = False
         self._changed = changed
         self._child: Child | None = None
+        self._instance = ""  # of the process that runs
         self._news = asyncio.Condition()
 
     @property
@@ -61,9 +67,17 @@ class TrainerHost:
         return self._child.pid if self._child else None
 
     async def report(self, message: TrainerReport) -> TrainerOrder:
-        """Take a report; answers at once when another state is wanted, else after at most `message.wait` seconds."""
+        """Take a report; answers at once when another state is wanted, else after at most `message.wait` seconds.
+
+        Raises `TrainerError`: an unknown state, or another process than the one that runs.
+        """
         if message.state not in STATES:
             raise TrainerError(f"expected a trainer state of {STATES}, got {message.state!r}")
+        if message.instance and message.instance != self._instance:
+            raise TrainerError(
+                f"expected a report of {self.name}'s instance {self._instance!r}, got one of {message.instance!r}, "
+                "which has ended"
+            )
         async with self._news:
             if self.state != message.state:
                 if self.state == "starting":
@@ -87,7 +101,7 @@ class TrainerHost:
     def require(self) -> None:
         """Raise `TrainerError` when there is no trainer, or it was given up: it will never enter again."""
         if self._child is None:
-            raise TrainerError(f"{self.name} was never started: a standalone engine does not train")
+            raise TrainerError(f"{self.name} was never started: this cell only samples, and does not train")
         if self._given_up:
             raise TrainerError(f"{self.name} {self.detail}")
 
@@ -139,8 +153,10 @@ class TrainerHost:
             await self._news.wait_for(lambda: self.state != "starting")
 
     async def _launch(self) -> None:
+        self._instance = secrets.token_hex(8)
+        env = {**self._env, INSTANCE: self._instance}
         try:
-            self._child = await Child.start(self.name, self._argv, log=self._log_file, env=self._env, ready_within=None)
+            self._child = await Child.start(self.name, self._argv, log=self._log_file, env=env, ready_within=None)
         except ProcessError as e:
             raise TrainerError(f"{e} (sched.trainer)") from e
 

@@ -7,6 +7,7 @@ Every request may be repeated: an agent that restarts, a feed that is slow or co
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from typing import Any
@@ -66,7 +67,8 @@ class Agent:
 
         wait: seconds the agent may hold the answer while it wants what is. Raises `PeerLost`.
         """
-        report = sched.TrainerReport(cell=self._cell, state=state, wait=wait, detail=detail)
+        instance = os.environ.get("GYRE_TRAINER", "")
+        report = sched.TrainerReport(cell=self._cell, state=state, wait=wait, detail=detail, instance=instance)
         reply: sched.TrainerOrder = self._link.call(report, longer=wait)
         return reply.want
 
