@@ -91,6 +91,14 @@ def test_a_folder_comes_whole(model, tmp_path, small, via):
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
+def test_paths_may_be_text(model, tmp_path):
+    ticket, out = str(tmp_path / "t.ticket"), tmp_path / "out"
+    with serve(str(model)) as served:
+        served.ticket.write(ticket)
+        pull(Ticket.load(ticket), str(out), deadline=LONG)
+    assert contents(out) == contents(model)
+
+
 def test_an_empty_folder_is_filled_and_another_left_alone(model, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
@@ -425,6 +433,15 @@ def test_a_ticket_on_stdout_and_stdin(model, tmp_path, serving):
     assert (wrong.returncode, "what came on stdin is no ticket" in wrong.stderr) == (1, True)
 
 
+def test_a_ticket_through_a_pipe(model, tmp_path, serving):
+    """The server at its other end stays there: who waits for the pipe's end never pulls."""
+    server = serving(model, Path("-"), "--for", "3600")
+    argv = [sys.executable, "-m", "gyre_transport.cli", "snapshot", "pull", "-", "--out", str(tmp_path / "out")]
+    done = subprocess.run(argv, stdin=server.process.stdout, capture_output=True, text=True, timeout=LONG, check=False)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "out") == contents(model)
+
+
 def test_a_server_killed_in_the_middle_and_the_pull_resumed(large, tmp_path, serving):
     """kill -9 after the first pieces; the pull says so at once, and the next one goes on from there."""
     ticket, out = tmp_path / "t.ticket", tmp_path / "out"
@@ -465,7 +482,12 @@ def test_serve_refuses_what_cannot_be(model, tmp_path, capsys, monkeypatch):
     assert "is no folder" in capsys.readouterr().err
     assert main(["snapshot", "serve", str(model), "--ticket", str(model / "t")]) == 1
     assert "would lie in the folder" in capsys.readouterr().err
-    assert main(["snapshot", "serve", str(model), "--ticket", str(tmp_path / "t"), "--listen", "192.0.2.1"]) == 1
+    for port in ("70000", "-1"):
+        assert main(["snapshot", "serve", str(model), "--port", port]) == 1
+        assert f"--port is 0 to 65535 (0: a free one), got {port}" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr("gyre_transport.folder.commands.serve", None)  # no model is read for an address that is not here
+        assert main(["snapshot", "serve", str(model), "--ticket", str(tmp_path / "t"), "--listen", "192.0.2.1"]) == 1
     assert "cannot listen on 192.0.2.1" in capsys.readouterr().err
     monkeypatch.setattr("gyre_transport.backends.server.outward", lambda version: None)
     assert main(["snapshot", "serve", str(model), "--ticket", str(tmp_path / "t"), "--listen", "0.0.0.0"]) == 1  # noqa: S104

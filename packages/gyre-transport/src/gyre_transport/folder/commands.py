@@ -13,10 +13,12 @@ from pathlib import Path
 import msgspec
 
 from gyre_transport import endpoint
+from gyre_transport.descriptor import Endpoint
 from gyre_transport.errors import DataError, StaleVersion, TicketError
 from gyre_transport.folder.listing import Ticket
 from gyre_transport.folder.pull import pull
 from gyre_transport.folder.serve import Served, serve
+from gyre_transport.memory import register
 from gyre_transport.run import TransportConfig
 from gyre_transport.sockets import loopback_host
 from gyre_transport.terminal import Meter, size
@@ -30,26 +32,30 @@ def serve_folder(arguments: argparse.Namespace) -> int:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    endpoint.configure(
-        TransportConfig(listen=arguments.listen, port=arguments.port, advertise=arguments.advertise or "")
-    )
+    try:
+        config = TransportConfig(listen=arguments.listen, port=arguments.port, advertise=arguments.advertise or "")
+    except ValueError:
+        raise DataError(f"--port is 0 to 65535 (0: a free one), got {arguments.port!r}") from None
+    endpoint.configure(config)
     folder: Path = arguments.folder
     path: Path = arguments.ticket or Path(f"{folder.resolve().name}.ticket")
     if path != _STDIO and path.resolve().is_relative_to(folder.resolve()):
         raise TicketError(f"the ticket {str(path)!r} would lie in the folder that is served; name another place")
-    with Meter(f"reading {folder}") as meter:
-        served = serve(folder, meter.update)
-    with served:
-        _announce(served, path, arguments)
-        try:
-            return _until_ended(served, ended, arguments.seconds)
-        finally:
-            if path != _STDIO:
-                path.unlink(missing_ok=True)
+    with register(bytearray(1)) as probe:  # the listener starts: who cannot be reached need not read a model first
+        where = _reachable(probe.descriptor.endpoint, arguments)
+        with Meter(f"reading {folder}") as meter:
+            served = serve(folder, meter.update)
+        with served:
+            _announce(served, path, where)
+            try:
+                return _until_ended(served, ended, arguments.seconds)
+            finally:
+                if path != _STDIO:
+                    path.unlink(missing_ok=True)
 
 
-def _announce(served: Served, path: Path, arguments: argparse.Namespace) -> None:
-    where = served.ticket.listing.endpoint
+def _reachable(where: Endpoint | None, arguments: argparse.Namespace) -> Endpoint:
+    """Where others reach this process. Raises `DataError` when they cannot."""
     if where is None:
         raise DataError(
             f"cannot listen on {arguments.listen}:{arguments.port}; name an address of this machine and a free port "
@@ -57,6 +63,10 @@ def _announce(served: Served, path: Path, arguments: argparse.Namespace) -> None
         )
     if loopback_host(where.host) and not loopback_host(arguments.listen):
         raise DataError("no route leads from this machine to others; name the address they reach it at (--advertise)")
+    return where
+
+
+def _announce(served: Served, path: Path, where: Endpoint) -> None:
     if path == _STDIO:
         sys.stdout.write(served.ticket.encode().decode())
         sys.stdout.flush()
@@ -84,7 +94,8 @@ def _until_ended(served: Served, ended: threading.Event, seconds: float | None) 
 def pull_folder(arguments: argparse.Namespace) -> int:
     """Pull once. Raises `TransportError`."""
     if arguments.ticket == _STDIO:
-        ticket = Ticket.decode(sys.stdin.buffer.read(1 << 20), "what came on stdin")
+        # one line, not to the end: in a pipe the server on the other side stays there
+        ticket = Ticket.decode(sys.stdin.buffer.readline(1 << 20), "what came on stdin")
     else:
         ticket = Ticket.load(arguments.ticket)
     with Meter(f"pulling {ticket.name}") as meter:

@@ -84,8 +84,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, tag="gyre-ticket"):
         """One line of JSON."""
         return msgspec.json.encode(self) + b"\n"
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str | Path) -> None:
         """Write to `path`, mode 0600, at once or not at all; another ticket there is replaced. Raises `TicketError`."""
+        path = Path(path)
         partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             if path.exists() and not _is_ticket(path.read_bytes()):
@@ -99,8 +100,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, tag="gyre-ticket"):
             partial.unlink(missing_ok=True)
 
     @staticmethod
-    def load(path: Path) -> Ticket:
+    def load(path: str | Path) -> Ticket:
         """Read what `write` wrote. Raises `TicketError`: no such file, readable by others, no ticket."""
+        path = Path(path)
         try:
             mode = path.stat().st_mode & 0o777
             text = path.read_bytes()

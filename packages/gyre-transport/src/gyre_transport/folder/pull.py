@@ -55,7 +55,7 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
 
 def pull(
     ticket: Ticket,
-    out: Path,
+    out: str | Path,
     *,
     deadline: float,
     via: Backend | None = None,
@@ -70,7 +70,7 @@ def pull(
     """
     began = time.monotonic()
     end = began + deadline
-    out = out.absolute()
+    out = Path(out).absolute()
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise DataError(f"{str(out)!r} is there already; name another folder, or remove it")
     listing = _listing(ticket, end, via)

@@ -85,11 +85,12 @@ class Served:
         self.close()
 
 
-def serve(folder: Path, progress: Progress = lambda done, total: None) -> Served:
+def serve(folder: str | Path, progress: Progress = lambda done, total: None) -> Served:
     """Register every file below `folder`, hidden ones left out and links followed.
 
     Raises `DataError`: nothing there, not readable, a shard of its index missing, or a file that changed meanwhile.
     """
+    folder = Path(folder)
     paths = list(_files(folder))
     _complete(folder)
     total = sum(p.stat().st_size for p in paths)
