@@ -30,6 +30,19 @@ assert not {"numpy", "zmq", "torch", "msgspec"} & set(sys.modules)
     assert "doctor" in done.stdout
 
 
+@pytest.mark.parametrize("command", [["doctor"], ["bench"], ["snapshot"], ["snapshot", "serve"], ["snapshot", "pull"]])
+def test_a_command_says_in_its_help_what_it_does(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command[:-1], "--help"])
+    listed = capsys.readouterr().out
+    with pytest.raises(SystemExit) as error:
+        main([*command, "--help"])
+    assert error.value.code == 0
+    said = capsys.readouterr().out.split("\n\n")[1]
+    assert said.endswith(".")
+    assert " ".join(said.split()).lower()[:-1] in " ".join(listed.split()).lower()
+
+
 def test_doctor_tries_what_is_needed(capsys):
     assert main(["doctor", "--json"]) == 0
     found = {f["backend"]: f for f in json.loads(capsys.readouterr().out)}
@@ -116,7 +129,10 @@ def test_bench_notices_an_owner_that_cannot_start():
 
 def test_doctor_notices_a_second_process_that_cannot_run(monkeypatch):
     monkeypatch.setattr(doctor.sys, "executable", "/bin/false")
-    assert "did not answer" in doctor.examine()[0].detail
+    process = doctor.examine()[0]
+    assert "did not answer" in process.detail
+    assert "run the doctor again" in process.remedy
+    assert "ptrace" not in process.remedy  # nothing is known of the kernel: it was not asked
 
 
 def test_doctor_notices_wrong_bytes(monkeypatch):

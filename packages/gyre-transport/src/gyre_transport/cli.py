@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,21 +29,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gyre-transport", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    doctor = commands.add_parser(
-        "doctor",
-        help="try every way to read another process's memory; exit code 1 if a needed one does not work",
+    doctor = _add(
+        commands, "doctor", "try every way to read another process's memory; exit code 1 if a needed one does not work"
     )
     doctor.add_argument("--json", action="store_true", help="print a list of objects instead of text")
 
-    bench = commands.add_parser("bench", help="measure every way here, beside memcpy, plain sockets, ZeroMQ, Mooncake")
+    bench = _add(commands, "bench", "measure every way here, beside memcpy, plain sockets, ZeroMQ, Mooncake")
     bench.add_argument("--size", type=int, default=256, metavar="MIB", help="of the large read (default: 256)")
     bench.add_argument("--count", type=int, default=1_000, metavar="N", help="small reads, 64 KiB each (default: 1000)")
     bench.add_argument("--rounds", type=int, default=3, metavar="N", help="through all ways in turn (default: 3)")
     bench.add_argument("--json", action="store_true", help="print every time, in seconds, as an object")
 
-    snapshot = commands.add_parser("snapshot", help="move a model folder between machines or processes")
+    snapshot = _add(commands, "snapshot", "move a model folder between machines or processes")
     moves = snapshot.add_subparsers(dest="command", required=True, metavar="serve|pull")
-    serve = moves.add_parser("serve", help="let others pull a folder, until interrupted")
+    serve = _add(moves, "serve", "let others pull a folder, until interrupted")
     serve.set_defaults(command="snapshot serve")
     serve.add_argument("folder", type=Path, metavar="FOLDER", help="weights, config and tokenizer of a model")
     serve.add_argument(
@@ -52,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--advertise", metavar="ADDRESS", help="address others reach this machine at, if not --listen")
     serve.add_argument("--for", type=float, dest="seconds", metavar="SECONDS", help="stop after that long")
 
-    pull = moves.add_parser("pull", help="bring the folder that a ticket opens")
+    pull = _add(moves, "pull", "bring the folder that a ticket opens")
     pull.set_defaults(command="snapshot pull")
     pull.add_argument("ticket", type=Path, metavar="TICKET", help="file that `snapshot serve` wrote (-: stdin)")
     pull.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="must not exist, or be empty")
@@ -60,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     pull.add_argument("--via", choices=("shm", "verbs", "tcp", "mooncake"), help="that way or none")
     pull.add_argument("--json", action="store_true", help="print what was done as an object")
     return parser
+
+
+def _add(commands: _Commands, name: str, does: str) -> argparse.ArgumentParser:
+    """A command that says in its own help what it says in the list."""
+    return commands.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from gyre_transport.run import TransportConfig
 
 _BYTES = 1 << 20
 _WAIT = 20.0  # seconds
+_SILENT = "the second process did not answer"
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +52,11 @@ def examine() -> list[Finding]:
             needed=tcp is not None,
             use="between processes of this machine: one copies the memory of the other",
             detail=process or "read 1 MiB of a second process with process_vm_readv",
-            remedy=""
-            if process is None
-            else "run both as one user in one container; allow it with --cap-add SYS_PTRACE, or with "
-            "`sysctl kernel.yama.ptrace_scope=0`. Without it the next ways are taken, at less speed",
+            remedy=_remedy(
+                process,
+                "run both as one user in one container; allow it with --cap-add SYS_PTRACE, or with "
+                "`sysctl kernel.yama.ptrace_scope=0`. Without it the next ways are taken, at less speed",
+            ),
         ),
         Finding(
             backend="shm",
@@ -62,7 +64,7 @@ def examine() -> list[Finding]:
             needed=tcp is not None,
             use="between processes of this machine, where the way above is forbidden",
             detail=shm or "read 1 MiB of a second process through its memfd",
-            remedy="" if shm is None else "run both as one user in one container, with /proc mounted",
+            remedy=_remedy(shm, "run both as one user in one container, with /proc mounted"),
         ),
         Finding(
             backend="tcp",
@@ -72,14 +74,21 @@ def examine() -> list[Finding]:
             detail=tcp
             or "read 1 MiB of a second process over loopback. Other machines reach this one once transport.listen "
             f"names one of its addresses{f', such as {found}' if (found := outward()) else ''}",
-            remedy=""
-            if tcp is None
-            else "allow connections to 127.0.0.1; `ip link set lo up` where there is no loopback",
+            remedy=_remedy(tcp, "allow connections to 127.0.0.1; `ip link set lo up` where there is no loopback"),
         ),
         _verbs(),
         _mooncake(),
         _bus(),
     ]
+
+
+def _remedy(failed: str | None, words: str) -> str:
+    """`words` for a way that was tried and failed: one that got no second process was not."""
+    if failed is None:
+        return ""
+    if failed.startswith(_SILENT):
+        return "if that command prints a line at once, this machine was busy: run the doctor again"
+    return words
 
 
 def _verbs() -> Finding:
@@ -180,7 +189,7 @@ def _try(how: str, via: Backend) -> str | None:
         try:
             line = _line(child)
             if not line:
-                return f"the second process did not answer; run `{' '.join(argv)}` and read what it says"
+                return f"{_SILENT} (it ended, or {_WAIT:.0f} s passed); run `{' '.join(argv)}` and read what it says"
             into = np.zeros(_BYTES, np.uint8)
             read(msgspec.msgpack.decode(bytes.fromhex(line), type=Descriptor), into, deadline=_WAIT, via=via)
             return None if np.array_equal(into, _pattern()) else "other bytes came than were there: report this"
