@@ -256,7 +256,7 @@ def test_a_file_of_keys(tmp_path: Path):
     path = tmp_path / "run" / "bus.keys"
     made = keys.make(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert keys.load(path) == made
+    assert keys.load(str(path)) == made
     assert made.server_secret not in repr(made)
     assert made.client_secret not in repr(made)
     with pytest.raises(ConfigError, match="cannot write"):

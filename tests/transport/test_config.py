@@ -38,6 +38,7 @@ def test_a_section_becomes_its_struct(write):
     data = load(write("[engine]\ncapacity = 8\nrates = [1, 2.5]\n[engine.nested]\ndepth = 3\n"))
     assert section(data, "engine", Engine) == Engine(capacity=8, rates=[1.0, 2.5], nested=Nested(3))
     assert section(data, "absent", Engine) == Engine()
+    assert load(str(write("[engine]\ncapacity = 8\n"))) == {"engine": {"capacity": 8}}  # a path may be text
 
 
 def test_overrides(write):

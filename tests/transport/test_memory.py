@@ -250,6 +250,16 @@ def test_destination_must_match(owner):
         read(floats, np.zeros(3, np.int32), offset=8, deadline=10)
     with pytest.raises(ShapeMismatch):
         next(read_chunks(floats, 0, 10))
+    into.flags.writeable = False
+    with pytest.raises(ShapeMismatch, match="read-only ndarray; pass an array of your own"):
+        read(floats, into, deadline=10)
+    with pytest.raises(ShapeMismatch, match=r"got an array of '>f4'; convert it first"):
+        read(floats, np.zeros((5, 2), ">f4"), deadline=10)
+
+
+def test_a_way_that_is_none():
+    with register(bytearray(8)) as region, pytest.raises(DataError, match="shm, verbs, tcp, mooncake, got 'rdma'"):
+        read(region.descriptor, bytearray(8), deadline=10, via="rdma")
 
 
 def test_what_is_not_contiguous_cannot_be_registered():

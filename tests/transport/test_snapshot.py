@@ -374,7 +374,7 @@ def test_the_safetensors_library_reads_what_was_written(tmp_path):
     with SnapshotSource("policy") as source:
         snapshot = pull(source.publish(3, {n: describe(t) for n, t in weights.items()}), deadline=10)
     path = tmp_path / "model.safetensors"
-    snapshot.write_safetensors(path, fsync=True, metadata={"version": "3"})
+    snapshot.write_safetensors(str(path), fsync=True, metadata={"version": "3"})
     loaded = load_file(path)
     assert loaded.keys() == weights.keys()
     for name, tensor in weights.items():

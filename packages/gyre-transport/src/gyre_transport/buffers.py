@@ -121,7 +121,10 @@ def view(memory: Any, *, writable: bool = False) -> Buffer:
     if hasattr(memory, "data_ptr"):
         return _tensor(memory)
     if isinstance(memory, np.ndarray) and (memory.dtype.hasobject or not memory.dtype.isnative):
-        raise ShapeMismatch(f"expected plain values in this machine's byte order, got an array of {memory.dtype}")
+        raise ShapeMismatch(
+            f"expected plain values in this machine's byte order, got an array of {str(memory.dtype)!r}; convert it "
+            "first (astype)"
+        )
     try:
         raw = memoryview(memory)
     except (TypeError, ValueError, BufferError) as e:
@@ -134,7 +137,10 @@ def view(memory: Any, *, writable: bool = False) -> Buffer:
         raw = memoryview(memory.reshape(-1).view(np.uint8))
     _contiguous(raw.c_contiguous, raw.shape)
     if writable and raw.readonly:
-        raise ShapeMismatch(f"expected writable memory, got a read-only {type(memory).__name__}; pass a bytearray")
+        raise ShapeMismatch(
+            f"expected writable memory, got a read-only {type(memory).__name__}; pass an array of your own, or a "
+            "bytearray"
+        )
     flat = np.frombuffer(raw, dtype=np.uint8) if raw.nbytes else np.empty(0, np.uint8)
     if isinstance(memory, np.ndarray):
         dtype, shape = _FROM_NUMPY.get(memory.dtype.str), memory.shape

@@ -18,10 +18,10 @@ import msgspec
 from gyre_transport.errors import ConfigError
 
 
-def load(path: Path | None, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
+def load(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
     """Read a TOML file (None: an empty one) and apply `section.key=value` overrides; raises `ConfigError`."""
     try:
-        data = {} if path is None else tomllib.loads(path.read_text())
+        data = {} if path is None else tomllib.loads(Path(path).read_text())
     except OSError as e:
         raise ConfigError(f"cannot read the config {str(path)!r}: {e.strerror}; check the path") from e
     except ValueError as e:  # not TOML, or not UTF-8

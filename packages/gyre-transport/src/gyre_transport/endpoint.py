@@ -20,7 +20,7 @@ from gyre_transport.backends.tcp import TcpChannel
 from gyre_transport.backends.verbs import fabric
 from gyre_transport.control import Record
 from gyre_transport.descriptor import Descriptor, Endpoint, host
-from gyre_transport.errors import Unreachable
+from gyre_transport.errors import DataError, Unreachable
 from gyre_transport.run import TransportConfig
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,9 @@ def serve(record: Record) -> Endpoint | None:
 
 
 def candidates(descriptor: Descriptor, via: Backend | None = None) -> tuple[Backend, ...]:
-    """Backends to try, in order."""
+    """Backends to try, in order. Raises `DataError` for a name that is none."""
+    if via is not None and via not in _OPENERS:
+        raise DataError(f"expected via to be None or one of {', '.join(_OPENERS)}, got {via!r}")
     return _config.backends if via is None else (via,)
 
 

@@ -58,16 +58,16 @@ def generate() -> Keys:
     )
 
 
-def make(path: Path) -> Keys:
+def make(path: str | Path) -> Keys:
     """Write fresh keys to `path`, mode 0600, never over a file that is there. Raises `ConfigError`."""
     keys = generate()
-    _write(path, msgspec.json.format(msgspec.json.encode(keys)))
+    _write(Path(path), msgspec.json.format(msgspec.json.encode(keys)))
     return keys
 
 
-def load(path: Path) -> Keys:
+def load(path: str | Path) -> Keys:
     """Read keys that `make` wrote. Raises `ConfigError`: no such file, readable by others, not keys."""
-    text = _read(path, "bus.keys")
+    text = _read(Path(path), "bus.keys")
     try:
         keys = msgspec.json.decode(text, type=Keys)
         for public, secret in (

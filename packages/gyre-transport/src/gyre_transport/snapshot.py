@@ -88,13 +88,15 @@ class Snapshot(Mapping[str, tuple[str, tuple[int, ...], memoryview]]):
         self.serves = False
         self._serving.close()
 
-    def write_safetensors(self, path: Path, *, fsync: bool = False, metadata: Mapping[str, str] | None = None) -> None:
+    def write_safetensors(
+        self, path: str | Path, *, fsync: bool = False, metadata: Mapping[str, str] | None = None
+    ) -> None:
         """Write one .safetensors file, whole or not at all (temporary file, rename).
 
         fsync: force it to the disk first. metadata: strings for the header; "format": "pt" is always there.
         Raises `DataError` (disk full, no such folder).
         """
-        safetensors.write(path, self, fsync=fsync, metadata={"format": "pt", **(metadata or {})})
+        safetensors.write(Path(path), self, fsync=fsync, metadata={"format": "pt", **(metadata or {})})
 
     def __enter__(self) -> Snapshot:
         return self
