@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gyre_sched.cli import main
 from gyre_sched.face import terminal
 from gyre_sched.face.chronicle import Cell, Level, Span
 from gyre_sched.face.follow import Follower
@@ -30,6 +31,11 @@ def test_water_is_as_high_as_its_highest(picture):
     picture.began, picture.at = 0.0, 4.0
     picture.levels = [Level(0.0, 0, 8, 0, 0), Level(1.5, 8, 8, 0, 0), Level(1.9, 1, 8, 0, 0), Level(3.5, 0, 8, 0, 0)]
     assert terminal.levels(picture, 4).plain == " █▁▁"
+
+
+def test_without_a_terminal_it_is_refused(capsys):
+    assert main(["top", str(RUN)]) == 1
+    assert "needs a terminal" in capsys.readouterr().err
 
 
 def test_elapsed():

@@ -199,6 +199,9 @@ def test_durations_and_the_readable_list(tmp_path, capsys):
     assert "were not read" in capsys.readouterr().out
     assert cli.main(["journal", str(tmp_path / "absent")]) == 1
     assert "cannot read the journal" in capsys.readouterr().err
+    path.write_bytes(b"no journal\n")
+    assert cli.main(["journal", str(path)]) == 1
+    assert "expected a journal, got" in capsys.readouterr().err
 
 
 def test_a_line_is_one_line():

@@ -345,6 +345,10 @@ async def test_the_process_serves_answers_status_and_stops_on_sigterm(config, tm
     finally:
         code = await child.stop()
     assert code == 0
+    page, _, token = child.info["web"].partition("token=")
+    log = (tmp_path / "log").read_text()
+    assert f"page is at {page}" in log, "who started it by hand has no other way to know"
+    assert token not in log
     kinds = [e.kind for e in read_journal(config.parent / "run" / "sched" / "journal").events]
     assert (kinds[0], kinds[-1]) == ("scheduler_started", "scheduler_stopped")
     assert child.info["scheduler"].startswith("ipc://")

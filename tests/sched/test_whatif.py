@@ -118,3 +118,7 @@ def test_the_command_reads_a_run_directory(recorded, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["differences"] == []
     assert main(["replay", str(tmp_path / "none")]) == 1
     assert "cannot read the journal" in capsys.readouterr().err
+    other = tmp_path / "other.toml"
+    other.write_text((tmp_path / "config.toml").read_text().replace("cells = 4", "cells = 3"))
+    assert main(["replay", path, "--config", str(other)]) == 1
+    assert "name the config that it was written with" in capsys.readouterr().err

@@ -73,6 +73,10 @@ def _journal(args: argparse.Namespace) -> int:
     from gyre_sched.journal import durations, read_journal
 
     reading = read_journal(args.file)
+    if reading.torn and not reading.steps and not reading.more:  # not a journal with a torn tail: no journal at all
+        from gyre_sched.errors import JournalError
+
+        raise JournalError(f"expected a journal, got {str(args.file)!r}: {reading.damage}; name RUN/sched/journal")
     if args.json:
         import msgspec
 
@@ -97,6 +101,10 @@ def _top(args: argparse.Namespace) -> int:
     except ImportError as e:
         raise _extra_missing("top", e) from e
 
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):  # without keys it could not be quit
+        from gyre_sched.errors import SchedError
+
+        raise SchedError("`top` needs a terminal, got a pipe or a file; use `report` for a file, `web` for a browser")
     Top(args.run_dir, period=args.period).run()
     return 0
 

@@ -83,6 +83,7 @@ def replay(args: argparse.Namespace) -> int:
     from gyre_sched.errors import ScenarioError
     from gyre_sched.journal import read_journal
     from gyre_sched.policy import Policy
+    from gyre_sched.replay import restore
     from gyre_sched.simulate.trace import load_trace, past
     from gyre_sched.whatif import Decision, differences, what_if
     from gyre_transport.config import load, section
@@ -93,13 +94,16 @@ def replay(args: argparse.Namespace) -> int:
         raise ScenarioError(f"expected a journal with steps, got none in {str(args.journal)!r}")
     config = args.config or args.journal.parent.parent / "config.toml"
     policies = []
-    for overrides in (list[str](), args.set):
+    for overrides in (list[str](), list[str](), args.set):
         data = load(config, overrides)
         sched, batch = section(data, "sched", SchedConfig), section(data, "batch", BatchConfig)
         known = past(load_trace(sched.past)) if sched.past else []
         run = section(data, "run", RunConfig)
         began = steps[0].input.at
         policies.append(Policy(sched, per_burst=batch.per_burst, steps=run.steps, at=began, past=known))
+    check, *policies = policies
+    # what is told as recorded has to be what was decided then
+    restore(check, steps, remedy="name the config that it was written with (--config), or replay with that version")
     before, after = what_if(steps, *policies)
     pairs = differences(before, after, within=args.within)
     if args.json:

@@ -36,7 +36,10 @@ def says_nothing_new(event: Input, state: State) -> bool:
     return False
 
 
-def restore(policy: Policy, steps: Sequence[Step]) -> None:
+_GO_ON = "go on with that, or start a new run from the last checkpoint"
+
+
+def restore(policy: Policy, steps: Sequence[Step], *, remedy: str = _GO_ON) -> None:
     """Bring a new `policy` to the state that `steps` led to; nothing is carried out.
 
     Raises `JournalError` when it decides otherwise than the journal says: another version or configuration wrote it."""
@@ -49,5 +52,5 @@ def restore(policy: Policy, steps: Sequence[Step]) -> None:
         was, now = next(pair for pair in zip_longest(told, made) if pair[0] != pair[1])
         raise JournalError(
             f"on {step.input!r} the journal has {was!r}, this scheduler would have decided {now!r}: it was written by "
-            "another version or with another [sched]; go on with that, or start a new run from the last checkpoint"
+            f"another version or with another [sched]; {remedy}"
         )

@@ -248,6 +248,10 @@ async def serve(context: Context) -> None:
 
             page = (await stack.enter_async_context(Web(context.dir.path, config.web))).url
         ready(scheduler=service.address, events=service.events_address, web=page)
+        log.info("the scheduler serves at %s", service.address)
+        if page:  # without the token: others may read a log
+            token = context.dir.path / "sched" / "web-token"
+            log.info("this run's page is at %s?token=TOKEN, the token in %s", page.partition("?")[0], token)
         stopped = asyncio.create_task(stop.wait())
         try:
             waiting: list[asyncio.Future[Any]] = [stopped, service.failed]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.resources
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -98,8 +99,8 @@ def load_trace(path: str | Path | None = None) -> list[Run]:
             if data[:2] == b"\x1f\x8b":
                 data = gzip.decompress(data)
             runs = list(_journal(path) if data.startswith(b'{"crc"') else _lines(data, repr(str(path))))
-    except (OSError, EOFError) as e:
-        raise TraceError(f"cannot read the trace {str(path)!r}: {e}; check the path") from e
+    except (OSError, EOFError, zlib.error) as e:  # gzip tells of its damage by all three
+        raise TraceError(f"cannot read the trace {str(path)!r}: {e}; check the path and the file") from e
     if not runs:
         raise TraceError(
             f"expected at least one run in {str(path)!r}, got none; is it a trace, call logs or a journal?"
