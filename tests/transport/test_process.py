@@ -216,3 +216,11 @@ async def test_tail_of_a_log_that_is_gone(log):
     await child.stop()
     log.unlink()
     assert "cannot be read" in child.tail()
+
+
+async def test_the_exit_code_of_a_child_that_ends_as_it_is_stopped(log):
+    child = await Child.start("child", ["/bin/sleep", "600"], log=log, ready_within=None)
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and the event loop did not see it yet
+    assert child.returncode is None
+    assert await child.stop() == -signal.SIGKILL

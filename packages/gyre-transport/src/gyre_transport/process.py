@@ -216,10 +216,14 @@ class Child:
             self._let_go()
 
     def _ends(self, grace: float) -> list[_End]:
-        ends = [_End(self._process.terminate, grace)]
+        ends = [_End(self._terminate, grace)]
         if self._guarded:
-            ends.append(_End(self._process.terminate, 10.0))
+            ends.append(_End(self._terminate, 10.0))
         return [*ends, _End(lambda: os.killpg(self._process.pid, signal.SIGKILL), None)]
+
+    def _terminate(self) -> None:
+        # Not the process's own method: that looks first whether it has ended, and takes the exit code from the loop.
+        os.kill(self._process.pid, signal.SIGTERM)
 
     def _let_go(self) -> None:
         if self._parent_fd >= 0:
