@@ -126,9 +126,9 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    from gyre_sched.face.top import Top
+    from gyre_sched.face.top import watch
 
-    Top(arguments.run_dir).run()
+    watch(arguments.run_dir)
     return 0
 
 

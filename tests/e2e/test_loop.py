@@ -16,6 +16,7 @@ import pytest
 
 from gyre_agent_proxy.runner.ledger import Ledger
 from gyre_launch import summary as summaries
+from gyre_sched.cli import main as sched
 from gyre_sched.journal import read_journal
 from gyre_traj.log import Log, read_log
 from gyre_traj.records import unpack_ids, unpack_logprobs
@@ -134,6 +135,17 @@ def test_every_execution_ends_once(summary: dict, run: RunDir) -> None:
 def test_the_scheduler_was_killed_and_another_went_on(run: RunDir) -> None:
     started = [e.numbers["term"] for e in read_journal(run.journal).events if e.kind == "scheduler_started"]
     assert started == [1, 2]
+
+
+def test_the_journal_is_replayed_under_its_own_rules_and_others(run: RunDir, capsys: pytest.CaptureFixture) -> None:
+    def replayed(*overrides: str) -> dict:
+        changes = [word for override in overrides for word in ("--set", override)]
+        assert sched(["replay", str(run.journal), "--json", *changes]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert replayed("sched.leave=water")["differences"] == []
+    kept = replayed("sched.core_stays=false", "sched.dwell=1e6")  # nobody leaves rollout
+    assert {d["recorded"]["kind"] for d in kept["differences"] if d["changed"] is None} >= {"transfer"}
 
 
 def test_the_report_is_the_runs_page(run: RunDir) -> None:

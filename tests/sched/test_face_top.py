@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gyre_launch.cli import main as gyre
 from gyre_sched.cli import main
 from gyre_sched.face import terminal
 from gyre_sched.face.chronicle import Cell, Level, Span
@@ -33,8 +34,9 @@ def test_water_is_as_high_as_its_highest(picture):
     assert terminal.levels(picture, 4).plain == " █▁▁"
 
 
-def test_without_a_terminal_it_is_refused(capsys):
-    assert main(["top", str(RUN)]) == 1
+@pytest.mark.parametrize("command", [main, gyre])
+def test_without_a_terminal_it_is_refused(capsys, command):
+    assert command(["top", str(RUN)]) == 1
     assert "needs a terminal" in capsys.readouterr().err
 
 

@@ -97,15 +97,11 @@ def _journal(args: argparse.Namespace) -> int:
 
 def _top(args: argparse.Namespace) -> int:
     try:
-        from gyre_sched.face.top import Top
+        from gyre_sched.face.top import watch
     except ImportError as e:
         raise _extra_missing("top", e) from e
 
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):  # without keys it could not be quit
-        from gyre_sched.errors import SchedError
-
-        raise SchedError("`top` needs a terminal, got a pipe or a file; use `report` for a file, `web` for a browser")
-    Top(args.run_dir, period=args.period).run()
+    watch(args.run_dir, period=args.period)
     return 0
 
 

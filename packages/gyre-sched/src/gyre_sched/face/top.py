@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,6 +30,16 @@ _STEPS = (
     ("seconds", "seconds"),
 )
 _MARGIN = 10  # columns before a strip
+
+
+def watch(run_dir: Path, *, period: float = 1.0) -> None:
+    """Show the run until its user quits. Raises `JournalError` (no run directory), `SchedError` (no terminal)."""
+    app = Top(run_dir, period=period)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):  # without keys it could not be quit
+        raise SchedError(
+            "`top` needs a terminal, got a pipe or a file; use `gyre-sched report` for a file, `web` for a browser"
+        )
+    app.run()
 
 
 class Top(App[None]):
