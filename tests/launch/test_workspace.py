@@ -135,3 +135,7 @@ def test_every_package_has_its_papers(folder: str) -> None:
     version = tomllib.loads((base / "pyproject.toml").read_text())["project"]["version"]
     (init,) = base.glob("src/*/__init__.py")
     assert f'__version__ = "{version}"' in init.read_text()
+    told = subprocess.run(
+        [sys.executable, "-m", f"{init.parent.name}.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip().endswith(version)

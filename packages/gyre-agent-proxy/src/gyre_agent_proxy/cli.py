@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from gyre_agent_proxy import __version__
 from gyre_agent_proxy.runner import cli as cli_run
 
 
@@ -15,6 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="gyre-agent-proxy", description="A token-exact LLM proxy and execution runner for agent harnesses."
     )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="run the proxy: for a run (--config), or alone (--engine and --model)")
     serve.add_argument("--config", type=Path, help="the run's resolved config")

@@ -7,10 +7,13 @@ import asyncio
 import sys
 from pathlib import Path
 
+from gyre_train import __version__
+
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="gyre-train", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     feed = commands.add_parser("feed", help="serve finished executions as micro-steps")

@@ -18,6 +18,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from gyre_traj import __version__
+
 _KINDS = ("jsonl", "parquet", "slime", "trl", "verl")
 
 
@@ -50,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gyre-traj", description="Look at call logs of agent executions, and carry them to other RL stacks."
     )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     inspect = commands.add_parser("inspect", help="numbers, tree and leaves of one execution")

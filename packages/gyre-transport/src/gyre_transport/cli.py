@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gyre_transport import __version__
+
 if TYPE_CHECKING:
     type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -27,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gyre-transport", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     doctor = _add(
